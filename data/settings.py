@@ -338,6 +338,27 @@ class Eval(Section):
     """Seed of sampling and of the bootstrap."""
 
 
+class Jobs(Section):
+    """How jobs run on machines. Nothing here shapes an artefact."""
+
+    stall_seconds: Annotated[float, Field(gt=0)] | None = 3600.0
+    """A stage that shows no progress for this long ends itself, with all stacks in its log; null waits for ever."""
+    busy_share: Share = 0.1
+    """Share of a leased GPU's memory that programs outside draftmill may hold."""
+    idle_wait_seconds: Annotated[float, Field(ge=0)] = 60.0
+    """How long to wait for such programs before giving up; 0 refuses at once."""
+    retries: Annotated[int, Field(ge=0)] = 1
+    """Attempts that Snakemake adds to a job that ended badly; each goes on from what is saved."""
+    cpus_per_gpu: Positive = 8
+    """Clusters: CPU cores asked for with each GPU."""
+    memory_mb: Positive = 32000
+    """Clusters: memory of one job, in MB."""
+    runtime_minutes: Positive = 1440
+    """Clusters: longest time of one job."""
+    nodes: Positive = 1
+    """Clusters: machines that one drafter is trained on, each with the drafter's `gpus` / `nodes` GPUs."""
+
+
 class CacheSource(Section):
     """Where the cache comes from when this run does not make its own."""
 
@@ -366,6 +387,8 @@ class Run(Section):
     """Evaluation."""
     cache: CacheSource = CacheSource()
     """Use another run's cache."""
+    jobs: Jobs = Jobs()
+    """Limits and needs of jobs."""
 
     @property
     def folder(self) -> Path:

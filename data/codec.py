@@ -11,6 +11,7 @@ graph. Shapes: T states (positions), K tapped layers, H width.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
@@ -18,8 +19,6 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import torch
 from torch import Tensor
-
-from data.manifest import fingerprint
 
 TINY = 1e-30
 """Least magnitude that a scale is made from, so that an all-zero state divides by something."""
@@ -98,7 +97,7 @@ class Codec:
 
     def record(self) -> dict[str, Any]:
         """What a manifest says of the codec; `codec_from_record` needs its tables beside it."""
-        tables = {name: fingerprint(table.float().flatten().tolist()) for name, table in self.tables.items()}
+        tables = {name: _digest(table) for name, table in self.tables.items()}
         return {"name": self.name, "layers": self.layers, "width": self.width, "tables": tables}
 
 
@@ -230,6 +229,10 @@ def codec_from_record(record: Mapping[str, Any], tables: Mapping[str, Tensor] | 
     if codec.record() != dict(record):
         raise ValueError(f"tables of codec {record['name']} do not fit its record: {codec.record()} != {dict(record)}")
     return codec
+
+
+def _digest(table: Tensor) -> str:
+    return hashlib.sha256(table.detach().cpu().contiguous().numpy().tobytes()).hexdigest()[:32]
 
 
 def need(sample: Tensor | None, name: str) -> Tensor:

@@ -1,0 +1,194 @@
+"""The hidden-state cache: what training reads, and the manifests that say what it is.
+
+A part is `part-0003.json` (its manifest, written last), `part-0003/rows.parquet` (one line a row, in the order of the
+shards) and `part-0003/shard-*.zarr`. `codec.safetensors` holds the constants of a fitted codec, one for all parts.
+`Cache` opens all parts at once; rows are numbered across parts, in part order, then hash order.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from data.codec import ArraySpec, Codec
+from data.errors import BadInput
+from data.layout import Layout, part_name
+from data.manifest import fingerprint, read_manifest, require_equal
+from data.part import COMMON, cache_settings, load_codec, read_rows
+from data.reader import ShardReader
+from data.settings import Run
+from data.store import Bucket, Folder, open_store
+
+MAPPED_SHARDS = 4096
+"""Shards kept open at once; each takes a handful of memory maps, of which Linux allows 65,530 a process."""
+
+
+@dataclass(frozen=True)
+class RowTable:
+    """Rows of all parts; every array is [rows].
+
+    `shard` numbers shards across parts; `*_start` are offsets inside the shard; `teacher` counts teacher entries.
+    """
+
+    row_hash: np.ndarray
+    length: np.ndarray
+    states: np.ndarray
+    teacher: np.ndarray
+    validation: np.ndarray
+    shard: np.ndarray
+    token_start: np.ndarray
+    state_start: np.ndarray
+    teacher_start: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.row_hash)
+
+
+@dataclass(frozen=True)
+class _Shard:
+    relative: str
+    files: list[dict[str, Any]]
+    counts: dict[str, int]
+
+
+class Cache:
+    """A finished cache, open for reading from any thread."""
+
+    def __init__(self, layout: Layout, manifests: Sequence[Mapping[str, Any]], mapped: bool = True) -> None:
+        self.layout = layout
+        self.manifest = manifests[0]
+        self.codec: Codec = load_codec(layout, self.manifest["codec"])
+        self.layer_ids = tuple(self.manifest["layer_ids"])
+        self.width: int = self.manifest["width"]
+        self.vocab_size: int = self.manifest["vocab_size"]
+        self.fingerprint = fingerprint([manifest["fingerprint"] for manifest in manifests])
+        self.bytes = sum(manifest["counts"]["bytes"] for manifest in manifests)
+        self.store: Folder | Bucket = open_store(layout, self.manifest["store"])
+        self.teacher_specs = {
+            name: ArraySpec.of(shape, dtype) for name, (shape, dtype) in self.manifest["teacher"].items()
+        }
+        self.shards = [shard for part, manifest in enumerate(manifests) for shard in _shards(part, manifest)]
+        self.rows, self._row_ids = _row_table(layout, manifests, self.shards)
+        self._mapped = mapped and self.manifest["compressor"] == "none"
+        self._open: OrderedDict[int, ShardReader] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @classmethod
+    def open(cls, run: Run, mapped: bool = True) -> Self:
+        """The cache that `run` trains on; `mapped=False` reads uncompressed shards through Zarr too.
+
+        Raises BadInput when a part is missing, parts differ, or the cache was made with other settings, naming them.
+        """
+        layout = cache_layout(run)
+        manifests = [read_manifest(layout.cache_part(part), "cache") for part in range(run.extract.parts)]
+        for part, manifest in enumerate(manifests):
+            check_settings(layout.cache_part(part), manifest, run)
+            first = {field: manifests[0][field] for field in COMMON}
+            require_equal(layout.cache_part(part), manifest, first, "parts must agree; run `draftmill extract` again")
+        return cls(layout, manifests, mapped)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def row_id(self, row: int) -> str:
+        return self._row_ids[row].as_py()
+
+    def tap_indices(self, layers: Sequence[int], who: str) -> tuple[int, ...]:
+        """Where `layers` lie among the cached ones.
+
+        Raises BadInput, naming `who` wants them, when one is not there.
+        """
+        if not set(layers) <= set(self.layer_ids):
+            raise BadInput(
+                f"{self.layout.cache}: cache was made with layers {list(self.layer_ids)}; {who} wants {list(layers)}: "
+                "re-run extract or change its taps"
+            )
+        return tuple(self.layer_ids.index(layer) for layer in layers)
+
+    def tokens(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids int32 [T] and supervised bool [T]: read-only views where the shard is on this machine."""
+        shard, start = self._shard(row), self.rows.token_start[row]
+        part = slice(start, start + self.rows.length[row])
+        return shard.arrays["token_ids"][part], shard.arrays["supervised"][part].view(np.bool_)
+
+    def read_states(self, row: int, out: Mapping[str, np.ndarray], at: int) -> int:
+        """Copy the row's encoded states into `out[name][at : at + n]` and return n, the states stored for it."""
+        return self._read(row, out, at, int(self.rows.state_start[row]), int(self.rows.states[row]))
+
+    def read_teacher(self, row: int, out: Mapping[str, np.ndarray], at: int) -> int:
+        """Copy the row's teacher entries into `out[name][at : at + n]` and return n.
+
+        Entry i belongs to the i-th position t with supervised[t + 1]: it teaches token t + 1.
+        """
+        return self._read(row, out, at, int(self.rows.teacher_start[row]), int(self.rows.teacher[row]))
+
+    def _read(self, row: int, out: Mapping[str, np.ndarray], at: int, start: int, count: int) -> int:
+        if count:
+            shard = self._shard(row)
+            for name, target in out.items():
+                shard.copy(name, start, start + count, target[at : at + count])
+        return count
+
+    def _shard(self, row: int) -> ShardReader:
+        number = int(self.rows.shard[row])
+        with self._lock:
+            reader = self._open.pop(number, None) or self._open_shard(number)
+            self._open[number] = reader
+            if len(self._open) > MAPPED_SHARDS:
+                self._open.popitem(last=False)
+        return reader
+
+    def _open_shard(self, number: int) -> ShardReader:
+        shard = self.shards[number]
+        specs = {name: (spec, shard.counts["states"]) for name, spec in self.codec.arrays().items()}
+        specs |= {name: (spec, shard.counts["teacher"]) for name, spec in self.teacher_specs.items()}
+        return ShardReader(self.store, shard.relative, shard.files, specs, self._mapped)
+
+
+def cache_layout(run: Run) -> Layout:
+    """Layout of the run whose cache `run` reads: its own, or `cache.from`."""
+    return Layout.of(run) if run.cache.run is None else Layout(Path(run.root) / run.cache.run)
+
+
+def check_settings(path: Path, manifest: Mapping[str, Any], run: Run) -> None:
+    """Raises BadInput when the part at `path` was made with other settings than `run` has, naming the first."""
+    wanted = cache_settings(run)
+    if wanted["extract.layers"] == list(manifest["layer_ids"]):
+        wanted["extract.layers"] = manifest["settings"]["extract.layers"]
+    require_equal(path, manifest["settings"], wanted, "run `draftmill extract` again, or change the setting back")
+
+
+def _shards(part: int, manifest: Mapping[str, Any]) -> list[_Shard]:
+    return [_Shard(f"{part_name(part)}/{s['name']}", s["files"], s["counts"]) for s in manifest["shards"]]
+
+
+def _row_table(
+    layout: Layout, manifests: Sequence[Mapping[str, Any]], shards: Sequence[_Shard]
+) -> tuple[RowTable, Any]:
+    table = read_rows(layout, manifests)
+    columns = {name: table[name].to_numpy() for name in ("row_hash", "length", "states", "teacher", "validation")}
+    rows = np.array([shard.counts["rows"] for shard in shards], np.int64)
+    if rows.sum() != len(table):
+        raise BadInput(
+            f"{layout.cache}: tables list {len(table)} rows, shards {rows.sum()}: run `draftmill extract` again"
+        )
+    first = (np.cumsum(rows) - rows).repeat(rows)
+    starts = {
+        f"{name}_start": _starts(columns[column], first)
+        for name, column in (("token", "length"), ("state", "states"), ("teacher", "teacher"))
+    }
+    shard = np.arange(len(shards), dtype=np.int32).repeat(rows)
+    return RowTable(shard=shard, **columns, **starts), table["row_id"]
+
+
+def _starts(lengths: np.ndarray, first: np.ndarray) -> np.ndarray:
+    """Offset of each row inside its shard, whose first row's number is `first` [rows]: int64."""
+    ends = np.cumsum(lengths, dtype=np.int64)
+    begins = ends - lengths
+    return begins - begins[first] if len(begins) else begins

@@ -1,0 +1,207 @@
+"""A part of the cache on disk: the settings that shape it, its manifest, its rows, and the codec that parts share."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import safetensors
+import safetensors.torch
+
+from data.codec import ArraySpec, Codec, codec_from_record
+from data.errors import BadInput
+from data.layout import Layout, part_name
+from data.manifest import crc32c, file_record, fingerprint, publish, write_bytes
+from data.settings import FORMAT, Run
+from data.store import Bucket, open_store
+from data.tokens import row_hash
+
+NOT_SHAPING = {
+    "target": {"gpus", "parallel", "trust_remote_code"},
+    "data": {"max_dropped", "regenerate"},
+    "extract": {"keep"},
+}
+"""Settings that leave the cache's content as it is, or are compared on their own."""
+
+COMMON = (
+    "settings",
+    "layer_ids",
+    "width",
+    "vocab_size",
+    "target",
+    "template",
+    "codec",
+    "compressor",
+    "store",
+    "teacher",
+)
+"""Fields of a part's manifest in which all parts of a cache agree."""
+
+
+def cache_settings(run: Run) -> dict[str, Any]:
+    """Every setting that shapes the cache, as `{"extract.codec": "fp8", ...}`.
+
+    Recorded by extract and compared by consumers, so that a refusal names the very setting that differs.
+    """
+    flat: dict[str, Any] = {"format": FORMAT}
+    for section, left_out in NOT_SHAPING.items():
+        body = getattr(run, section).model_dump(mode="json", by_alias=True, exclude=left_out)
+        flat |= {f"{section}.{name}": value for name, value in body.items()}
+    if run.data.responses == "regenerate":
+        answers = run.data.regenerate.model_dump(mode="json", by_alias=True, exclude={"batch_size", "server"})
+        flat |= {f"data.regenerate.{name}": value for name, value in answers.items()}
+    return flat
+
+
+def part_body(
+    run: Run,
+    codec: Codec,
+    layer_ids: Sequence[int],
+    vocab_size: int,
+    target: Mapping[str, Any],
+    template: Mapping[str, Any],
+    inputs: Mapping[str, str],
+    teacher: Mapping[str, ArraySpec] | None = None,
+) -> dict[str, Any]:
+    """Everything that shaped a part; its `fingerprint` field stands for all of it, and marks each of its shards."""
+    body = {
+        "settings": cache_settings(run),
+        "layer_ids": list(layer_ids),
+        "width": codec.width,
+        "vocab_size": vocab_size,
+        "target": dict(target),
+        "template": dict(template),
+        "codec": codec.record(),
+        "compressor": run.extract.compressor,
+        "store": run.extract.store,
+        "teacher": {name: [list(spec.shape), str(spec.dtype)] for name, spec in (teacher or {}).items()},
+        "inputs": dict(inputs),
+    }
+    body = json.loads(json.dumps(body))
+    return {**body, "fingerprint": fingerprint(body)}
+
+
+def publish_part(layout: Layout, part: int, body: Mapping[str, Any], shards: Sequence[Mapping[str, Any]]) -> None:
+    """Make a part exist: its table of rows, then its manifest (for a remote store a copy of both there first).
+
+    `shards` are the records that `ShardWriter.finish` (or `shard.finished`) returned, in the order of their rows.
+    """
+    for record in shards:
+        if record["fingerprint"] != body["fingerprint"]:
+            raise ValueError(f"{record['name']} has fingerprint {record['fingerprint']}, not {body['fingerprint']}")
+    table = rows_path(layout, part)
+    write_bytes(table, _table_bytes([record["rows"] for record in shards]))
+    counts = {"shards": len(shards)} | {name: sum(r["counts"][name] for r in shards) for name in COUNTED}
+    manifest = {
+        **body,
+        "counts": counts,
+        "files": [file_record(table, layout.cache)],
+        "shards": [{name: record[name] for name in ("name", "counts", "files")} for record in shards],
+    }
+    path = layout.cache_part(part)
+    store = open_store(layout, body["store"])
+    if isinstance(store, Bucket):
+        copy = path.with_name(f".{path.name}.remote")
+        publish(copy, "cache", manifest)
+        for local, remote in ((codec_path(layout), ""), (table, part_name(part) + "/"), (copy, None)):
+            store.upload(local, path.name if remote is None else remote + local.name)
+        copy.unlink()
+    publish(path, "cache", manifest)
+
+
+COUNTED = ("rows", "tokens", "states", "teacher", "bytes")
+
+
+def upload_shard(layout: Layout, part: int, body: Mapping[str, Any], shard: Path, record: Mapping[str, Any]) -> None:
+    """Move a finished shard's files to the remote store of its part; nothing to do for a local one."""
+    store = open_store(layout, body["store"])
+    if isinstance(store, Bucket):
+        for file in record["files"]:
+            store.upload(shard / file["path"], f"{part_name(part)}/{shard.name}/{file['path']}")
+
+
+def rows_path(layout: Layout, part: int) -> Path:
+    return layout.cache / part_name(part) / "rows.parquet"
+
+
+def _table_bytes(rows: Sequence[Mapping[str, list[Any]]]) -> bytes:
+    def column(name: str) -> list[Any]:
+        return [value for shard in rows for value in shard[name]]
+
+    ids = column("row_id")
+    table = pa.table(
+        {
+            "row_id": pa.array(ids, pa.string()),
+            "row_hash": pa.array([row_hash(name) for name in ids], pa.uint64()),
+            "length": pa.array(column("length"), pa.int32()),
+            "states": pa.array(column("states"), pa.int32()),
+            "teacher": pa.array(column("teacher"), pa.int32()),
+            "validation": pa.array(column("validation"), pa.bool_()),
+        }
+    )
+    sink = io.BytesIO()
+    pq.write_table(table, sink, compression="zstd")
+    return sink.getvalue()
+
+
+def read_rows(layout: Layout, manifests: Sequence[Mapping[str, Any]]) -> pa.Table:
+    """The tables of all parts end to end, each checked against its manifest.
+
+    Raises BadInput when one is missing or damaged.
+    """
+    tables = []
+    for part, manifest in enumerate(manifests):
+        path, wanted = rows_path(layout, part), manifest["files"][0]
+        if not path.is_file() or crc32c(path) != wanted["crc32c"]:
+            raise BadInput(f"{path} is missing or damaged: run `draftmill extract` again for part {part}")
+        tables.append(pq.read_table(path))
+    return pa.concat_tables(tables).combine_chunks()
+
+
+def codec_path(layout: Layout) -> Path:
+    return layout.cache / "codec.safetensors"
+
+
+def shared_codec(layout: Layout, identity: str, make: Callable[[], Codec]) -> Codec:
+    """The codec of all parts: the stored one when it was made for `identity`, else `make()`, stored for the others.
+
+    Safe against parts that start at the same time. `identity` stands for what the codec's constants depend on.
+    """
+    path = codec_path(layout)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(path.with_name(".codec.lock")):
+        if path.exists():
+            with safetensors.safe_open(path, "pt") as file:
+                about = file.metadata()
+            if about["identity"] == identity:
+                return load_codec(layout, json.loads(about["record"]))
+        codec = make().to("cpu")
+        about = {"identity": identity, "record": json.dumps(codec.record())}
+        write_bytes(path, safetensors.torch.save({k: v.contiguous() for k, v in codec.tables.items()}, about))
+        return codec
+
+
+def load_codec(layout: Layout, record: Mapping[str, Any]) -> Codec:
+    """The codec that a part's manifest records.
+
+    Raises BadInput when its stored constants are missing, damaged or of another codec.
+    """
+    path = codec_path(layout)
+    try:
+        return codec_from_record(record, safetensors.torch.load_file(path))
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        raise BadInput(f"{path}: not the constants that the cache was made with ({error}); extract again") from None
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

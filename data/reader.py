@@ -1,0 +1,99 @@
+"""Reading one shard: memory maps where its files are plain arrays, Zarr for the rest."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zarr
+
+from data.codec import ArraySpec
+from data.errors import BadInput
+from data.manifest import inside
+from data.shard import CHUNK, chunk_index
+from data.store import Bucket, Folder
+
+SMALL = {"token_ids": np.dtype("int32"), "supervised": np.dtype("uint8")}
+"""Arrays that are one plain chunk each, whatever the compressor."""
+
+
+def check_sizes(store: Folder | Bucket, relative: str, files: list[dict[str, Any]]) -> None:
+    """Raises BadInput when a file that a manifest lists under `relative` is missing or has another size."""
+    have = store.sizes(relative)
+    for file in files:
+        size = have.get(file["path"])
+        if size != file["bytes"]:
+            found = "is missing" if size is None else f"has {size} bytes, its manifest says {file['bytes']}"
+            raise BadInput(f"{store}/{relative}/{file['path']} {found}: run `draftmill extract` again")
+
+
+class ShardReader:
+    """One shard, open for reading from any thread.
+
+    `specs` are the sharded arrays by name with their number of entries. Opening checks that every file is there in
+    full, and the chunk index of every array that is mapped.
+    """
+
+    def __init__(
+        self,
+        store: Folder | Bucket,
+        relative: str,
+        files: list[dict[str, Any]],
+        specs: Mapping[str, tuple[ArraySpec, int]],
+        mapped: bool,
+    ) -> None:
+        check_sizes(store, relative, files)
+        self.arrays: dict[str, np.ndarray | zarr.Array] = {}
+        folder = inside(store.path, relative) if isinstance(store, Folder) else None
+        group = None if mapped and folder else _open_group(store, relative)
+        for name, (spec, count) in specs.items():
+            if count == 0:
+                self.arrays[name] = np.zeros((0, *spec.shape), spec.dtype)
+            elif group is None and folder is not None:
+                self.arrays[name] = _map_sharded(
+                    folder / name / "/".join(["c", "0", *("0" for _ in spec.shape)]), spec, count
+                )
+            else:
+                self.arrays[name] = group[name]
+        for name, dtype in SMALL.items():
+            self.arrays[name] = _map(folder / name / "c" / "0", dtype) if folder else np.asarray(group[name][:])
+
+    def copy(self, name: str, start: int, stop: int, out: np.ndarray) -> None:
+        """Entries start..stop of an array into `out` [stop - start, ...]; a mapped array is copied once."""
+        out[...] = self.arrays[name][start:stop]
+
+
+def _open_group(store: Folder | Bucket, relative: str) -> zarr.Group:
+    with zarr.config.set(_pipeline(store)):
+        return zarr.open_group(store.zarr(relative), mode="r")
+
+
+def _pipeline(store: Folder | Bucket) -> dict[str, Any]:
+    """The `zarrs` codec pipeline, 2-4 times as fast, where it is installed and can reach the store."""
+    if isinstance(store, Bucket):
+        return {}
+    try:
+        import zarrs  # noqa: F401
+    except ImportError:
+        return {}
+    return {"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"}
+
+
+def _map(path: Path, dtype: np.dtype) -> np.ndarray:
+    """A file as a read-only array; empty when there is none, because Zarr writes no chunk for an empty array."""
+    if not path.exists():
+        return np.zeros(0, dtype)
+    with path.open("rb") as file:
+        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype)
+
+
+def _map_sharded(path: Path, spec: ArraySpec, count: int) -> np.ndarray:
+    """An uncompressed Zarr shard as the array [count, *spec.shape] that it is, once its index says so."""
+    body = _map(path, np.dtype("uint8"))
+    index = np.frombuffer(chunk_index(count, max(1, min(CHUNK, count)), spec.nbytes), np.uint8)
+    if not np.array_equal(body[-len(index) :], index):
+        raise BadInput(f"{path}: its chunk index is not that of a plain array: run `draftmill extract` again")
+    return body[: count * spec.nbytes].view(spec.dtype).reshape(count, *spec.shape)

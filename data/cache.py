@@ -33,13 +33,15 @@ MAPPED_SHARDS = 4096
 class RowTable:
     """Rows of all parts; every array is [rows].
 
-    `shard` numbers shards across parts; `*_start` are offsets inside the shard; `teacher` counts teacher entries.
+    `shard` numbers shards across parts; `*_start` are offsets inside the shard; `teacher` counts teacher entries,
+    `eligible` anchors that a block may start from.
     """
 
     row_hash: np.ndarray
     length: np.ndarray
     states: np.ndarray
     teacher: np.ndarray
+    eligible: np.ndarray
     validation: np.ndarray
     shard: np.ndarray
     token_start: np.ndarray
@@ -48,6 +50,9 @@ class RowTable:
 
     def __len__(self) -> int:
         return len(self.row_hash)
+
+
+_COLUMNS = ("row_hash", "length", "states", "teacher", "eligible", "validation")
 
 
 @dataclass(frozen=True)
@@ -172,7 +177,7 @@ def _row_table(
     layout: Layout, manifests: Sequence[Mapping[str, Any]], shards: Sequence[_Shard]
 ) -> tuple[RowTable, Any]:
     table = read_rows(layout, manifests)
-    columns = {name: table[name].to_numpy() for name in ("row_hash", "length", "states", "teacher", "validation")}
+    columns = {name: table[name].to_numpy() for name in _COLUMNS}
     rows = np.array([shard.counts["rows"] for shard in shards], np.int64)
     if rows.sum() != len(table):
         raise BadInput(

@@ -143,6 +143,7 @@ def _table_bytes(rows: Sequence[Mapping[str, list[Any]]]) -> bytes:
             "length": pa.array(column("length"), pa.int32()),
             "states": pa.array(column("states"), pa.int32()),
             "teacher": pa.array(column("teacher"), pa.int32()),
+            "eligible": pa.array(column("eligible"), pa.int32()),
             "validation": pa.array(column("validation"), pa.bool_()),
         }
     )

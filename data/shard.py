@@ -28,6 +28,7 @@ import zarr
 from zarr.codecs import BloscCodec
 from zarr.storage import LocalStore
 
+from data.anchors import eligible
 from data.codec import ArraySpec, Codec
 from data.errors import BadInput, Failure
 from data.manifest import file_record, fsync_folder, publish, read_json
@@ -262,6 +263,7 @@ class ShardWriter:
                 "length": [len(row.token_ids) for row in self.rows],
                 "states": [row.states for row in self.rows],
                 "teacher": [row.teacher for row in self.rows],
+                "eligible": [len(eligible(row.supervised)) for row in self.rows],
                 "validation": [bool(row.validation) for row in self.rows],
             },
         }

@@ -1,0 +1,166 @@
+"""Feeding: reader threads fill pinned buffers in order, copies run beside the step, nothing waits in silence.
+
+Readers write into numpy views and make no CUDA call. The one thread that does owns the copies: host buffer ->
+device slot on a side stream -> static inputs of the step just before it runs.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.errors import Failure
+from pipeline.batches import BatchPlan, BatchShape
+
+HOST_BUFFERS = 6
+DEVICE_SLOTS = 2
+
+Fill = Callable[[BatchPlan, dict[str, np.ndarray]], None]
+
+
+@dataclass
+class _Host:
+    buffer: Tensor
+    views: dict[str, np.ndarray]
+
+
+@dataclass
+class _Slot:
+    buffer: Tensor
+    ready: torch.cuda.Event
+    free: torch.cuda.Event
+
+
+class Loader:
+    """Batches of one rank in order. `next_into` puts the next one into a static buffer.
+
+    `plans(i)` gives the i-th batch plan, `count` of them; `fill` writes one into host views.
+    """
+
+    def __init__(
+        self,
+        shape: BatchShape,
+        plans: Callable[[int], BatchPlan],
+        count: int,
+        fill: Fill,
+        device: torch.device,
+        readers: int = 2,
+    ) -> None:
+        self.plans, self.count, self.fill, self.cuda = plans, count, fill, device.type == "cuda"
+        size = shape.offsets()[1]
+        self.free: deque[_Host] = deque()
+        for _ in range(min(HOST_BUFFERS, count) if self.cuda else readers + 1):
+            buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self.cuda)
+            self.free.append(_Host(buffer, shape.host_views(buffer.numpy())))
+        self.slots = [self._slot(size, device) for _ in range(DEVICE_SLOTS)] if self.cuda else []
+        self.stream = torch.cuda.Stream() if self.cuda else None
+        self.waited = 0.0
+        self._full: dict[int, _Host] = {}
+        self._copying: deque[tuple[torch.cuda.Event, _Host]] = deque()
+        self._taken = self._copied = self._given = 0
+        self._error: BaseException | None = None
+        self._closed = False
+        self._changed = threading.Condition()
+        self._threads = [threading.Thread(target=self._read, name=f"reader-{i}", daemon=True) for i in range(readers)]
+
+    def _slot(self, size: int, device: torch.device) -> _Slot:
+        slot = _Slot(torch.empty(size, dtype=torch.uint8, device=device), torch.cuda.Event(), torch.cuda.Event())
+        slot.free.record()
+        return slot
+
+    def start(self) -> None:
+        """Start the readers: after warm-up and capture, never before."""
+        for thread in self._threads:
+            thread.start()
+
+    def _read(self) -> None:
+        try:
+            while (work := self._take()) is not None:
+                index, host = work
+                self.fill(self.plans(index), host.views)
+                with self._changed:
+                    self._full[index] = host
+                    self._changed.notify_all()
+        except BaseException as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _take(self) -> tuple[int, _Host] | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._taken >= self.count or self.free)
+            if self._closed or self._taken >= self.count:
+                return None
+            self._taken += 1
+            return self._taken - 1, self.free.popleft()
+
+    def _wait_full(self, index: int) -> _Host:
+        start = time.perf_counter()
+        with self._changed:
+            self._changed.wait_for(lambda: index in self._full or self._error is not None)
+            if self._error is not None:
+                raise Failure(f"a reader died: {self._error}") from self._error
+            host = self._full.pop(index)
+        self.waited += time.perf_counter() - start
+        return host
+
+    def _release(self, host: _Host) -> None:
+        with self._changed:
+            self.free.append(host)
+            self._changed.notify_all()
+
+    def next_into(self, static: Tensor) -> None:
+        """Copy the next batch into `static`, in stream order. Raises Failure when a reader has died."""
+        index = self._given
+        self._given += 1
+        if not self.cuda:
+            host = self._wait_full(index)
+            static.copy_(host.buffer)
+            self._release(host)
+            return
+        if self._copied == index:
+            self._start_copy(self._wait_full(index))
+        slot = self.slots[index % DEVICE_SLOTS]
+        current = torch.cuda.current_stream()
+        current.wait_event(slot.ready)
+        static.copy_(slot.buffer, non_blocking=True)
+        slot.free.record(current)
+        self._copy_ahead(index)
+
+    def _copy_ahead(self, index: int) -> None:
+        """Start the copy of the next batch if it is there; give back host buffers whose copy is over."""
+        while self._copying and self._copying[0][0].query():
+            self._release(self._copying.popleft()[1])
+        if self._copied == index + 1 < self.count and self._copied in self._full:
+            self._start_copy(self._wait_full(self._copied))
+
+    def _start_copy(self, host: _Host) -> None:
+        slot = self.slots[self._copied % DEVICE_SLOTS]
+        with torch.cuda.stream(self.stream):
+            self.stream.wait_event(slot.free)
+            slot.buffer.copy_(host.buffer, non_blocking=True)
+            slot.ready.record(self.stream)
+            over = torch.cuda.Event()
+            over.record(self.stream)
+        self._copying.append((over, host))
+        self._copied += 1
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join()
+
+
+def rank_share(batches: Sequence[BatchPlan], rank: int, world: int) -> Sequence[BatchPlan]:
+    """The batches of a step that one rank runs."""
+    return batches[rank::world]

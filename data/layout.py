@@ -69,6 +69,25 @@ class Layout:
     def export(self, drafter: str) -> Path:
         return self.folder / "export" / drafter
 
+    def export_manifest(self, drafter: str) -> Path:
+        """The last file of an export; a re-export replaces the folder as a whole."""
+        return self.export(drafter) / "draftmill.json"
+
+    @property
+    def verified(self) -> Path:
+        """Mark of a cache that `verify` found sound."""
+        return self.folder / "cache.verified"
+
+    @property
+    def dropped(self) -> Path:
+        """Mark of a cache whose shards were deleted after training (`extract.keep: false`)."""
+        return self.folder / "cache.dropped"
+
+    @property
+    def benchmarks(self) -> Path:
+        """Snakemake's times and memory of jobs."""
+        return self.folder / "benchmarks"
+
     @property
     def report(self) -> Path:
         return self.folder / "report" / "report.html"

@@ -1,0 +1,269 @@
+# The whole path of one run, over manifests:
+#
+#     snakemake --cores all                               the quickstart
+#     snakemake --cores all --configfile my.yaml          any run, and only what that file says
+#     snakemake --cores all --configfile my.yaml -R train   train again, and what follows
+#
+# One rule a command and of its name. `params` hold the settings that shape a rule's output (data/shaping.py), so a
+# change re-runs exactly the stages that it touches. Devices are leased by the stages themselves; GPUs are counted here.
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from snakemake.exceptions import WorkflowError
+
+from data.errors import BadInput
+from data.layout import Layout
+from data.settings import load_run
+from data.shaping import benchmark_files, shaping, source_files
+from pipeline.devices import visible
+
+if len(workflow.configfiles) > 1:
+    raise WorkflowError("one run file at a time: Snakemake would merge several into one, give a single --configfile")
+if set(config) and not workflow.configfiles:
+    raise WorkflowError("--config is not used: settings stand in the run file, give it with --configfile")
+
+RUN_FILE = os.path.relpath((workflow.configfiles or [Path(workflow.basedir) / "data/recipes/quickstart.yaml"])[0])
+try:
+    RUN = load_run(RUN_FILE)
+except BadInput as error:
+    raise WorkflowError(str(error)) from None
+
+HERE = Layout.of(RUN)
+CACHE = HERE if RUN.cache.run is None else Layout(Path(RUN.root) / RUN.cache.run)
+PARTS = range(RUN.extract.parts)
+REGENERATE = RUN.data.responses == "regenerate"
+COMMAND = f"{shlex.quote(str(Path(sys.executable).with_name('draftmill')))}"
+FILE = shlex.quote(RUN_FILE)
+GPUS = len(visible())
+# Jobs share a terminal: plain lines, no bars.
+os.environ["DRAFTMILL_LINES"] = "1"
+
+
+def needs(*paths):
+    """An input function. Snakemake's settings exist only now, while it builds the DAG, and three are ours to make."""
+
+    def inputs(wildcards):
+        # Manifests are whole or absent, so what a killed Snakemake left is never half of one: no --rerun-incomplete.
+        workflow.dag_settings.force_incomplete = True
+        # A touched file of any size is compared by content before anything runs again.
+        workflow.dag.max_checksum_file_size = 1 << 50
+        # Without a limit Snakemake does not count GPUs at all. A cluster counts its own.
+        if workflow.local_exec and "gpu" not in workflow.global_resources:
+            workflow.register_resource("gpu", GPUS)
+        return [path(wildcards) if callable(path) else path for path in paths]
+
+    return inputs
+
+
+def share_of_cores(jobs):
+    """Cores for one of `jobs` that run side by side: a GPU's share where there are GPUs, else the machine's."""
+    if not workflow.local_exec:
+        return RUN.jobs.cpus_per_gpu
+    return max(1, workflow.cores // (GPUS or jobs))
+
+
+def each(path):
+    """Paths of all parts."""
+    return [path(part) for part in PARTS]
+
+
+def drafter_gpus(wildcards):
+    return RUN.drafter(wildcards.drafter).gpus
+
+
+wildcard_constraints:
+    part=r"\d\d\d\d+",
+    drafter="|".join(RUN.drafters),
+
+
+rule all:
+    input:
+        needs(
+            HERE.report,
+            *map(HERE.export_manifest, RUN.drafters),
+            *([] if RUN.extract.keep or RUN.cache.run else [HERE.dropped]),
+        ),
+
+
+if RUN.cache.run is None:
+
+    rule prepare:
+        input:
+            needs(*source_files(RUN)),
+        output:
+            each(HERE.prompts),
+            [] if REGENERATE else each(HERE.tokens),
+        log:
+            HERE.logs / "prepare" / "prepare.log",
+        benchmark:
+            HERE.benchmarks / "prepare.tsv"
+        retries: RUN.jobs.retries
+        threads: lambda wildcards: share_of_cores(1)
+        resources:
+            mem_mb=RUN.jobs.memory_mb,
+            runtime=RUN.jobs.runtime_minutes,
+        params:
+            settings=shaping(RUN, "prepare"),
+        shell:
+            "{COMMAND} prepare {FILE}"
+
+    if REGENERATE:
+
+        rule regenerate:
+            input:
+                needs(lambda wildcards: HERE.prompts(int(wildcards.part))),
+            output:
+                HERE.folder / "tokens" / "part-{part}.json",
+            log:
+                HERE.logs / "regenerate" / "part-{part}.log",
+            benchmark:
+                HERE.benchmarks / "regenerate" / "part-{part}.tsv"
+            retries: RUN.jobs.retries
+            threads: lambda wildcards: share_of_cores(len(PARTS))
+            resources:
+                gpu=0 if RUN.data.regenerate.server else RUN.target.gpus,
+                mem_mb=RUN.jobs.memory_mb,
+                runtime=RUN.jobs.runtime_minutes,
+            params:
+                settings=shaping(RUN, "regenerate"),
+                number=lambda wildcards: int(wildcards.part),
+            shell:
+                "{COMMAND} regenerate {FILE} --part {params.number}"
+
+    rule extract:
+        input:
+            needs(lambda wildcards: HERE.tokens(int(wildcards.part))),
+        output:
+            (lambda path: path if RUN.extract.keep else temp(path))(HERE.cache / "part-{part}.json"),
+        log:
+            HERE.logs / "extract" / "part-{part}.log",
+        benchmark:
+            HERE.benchmarks / "extract" / "part-{part}.tsv"
+        retries: RUN.jobs.retries
+        threads: lambda wildcards: share_of_cores(len(PARTS))
+        resources:
+            gpu=RUN.target.gpus,
+            mem_mb=RUN.jobs.memory_mb,
+            runtime=RUN.jobs.runtime_minutes,
+        params:
+            settings=shaping(RUN, "extract"),
+            number=lambda wildcards: int(wildcards.part),
+        shell:
+            "{COMMAND} extract {FILE} --part {params.number}"
+
+    rule verify:
+        input:
+            needs(*each(HERE.cache_part)),
+        output:
+            touch(HERE.verified),
+        log:
+            HERE.logs / "verify" / "verify.log",
+        benchmark:
+            HERE.benchmarks / "verify.tsv"
+        threads: lambda wildcards: share_of_cores(1)
+        resources:
+            gpu=RUN.target.gpus,
+            mem_mb=RUN.jobs.memory_mb,
+            runtime=RUN.jobs.runtime_minutes,
+        shell:
+            "{COMMAND} verify {FILE}"
+
+    if not RUN.extract.keep:
+
+        rule clean:
+            input:
+                needs(*map(HERE.train_manifest, RUN.drafters)),
+            output:
+                touch(HERE.dropped),
+            log:
+                HERE.logs / "clean" / "clean.log",
+            benchmark:
+                HERE.benchmarks / "clean.tsv"
+            shell:
+                "{COMMAND} clean {FILE} --cache --yes"
+
+
+rule train:
+    input:
+        needs(*each(CACHE.cache_part)),
+    output:
+        HERE.train_manifest("{drafter}"),
+    log:
+        HERE.logs / "train" / "{drafter}.log",
+    benchmark:
+        HERE.benchmarks / "train" / "{drafter}.tsv"
+    retries: RUN.jobs.retries
+    threads: lambda wildcards: share_of_cores(len(RUN.drafters)) * (drafter_gpus(wildcards) if GPUS else 1)
+    resources:
+        gpu=drafter_gpus,
+        mem_mb=RUN.jobs.memory_mb,
+        runtime=RUN.jobs.runtime_minutes,
+    params:
+        settings=lambda wildcards: shaping(RUN, "train", wildcards.drafter),
+    shell:
+        "{COMMAND} train {FILE} --drafter {wildcards.drafter}"
+
+
+rule eval:
+    input:
+        needs(lambda wildcards: HERE.train_manifest(wildcards.drafter), *benchmark_files(RUN)),
+    output:
+        HERE.eval_manifest("{drafter}"),
+    log:
+        HERE.logs / "eval" / "{drafter}.log",
+    benchmark:
+        HERE.benchmarks / "eval" / "{drafter}.tsv"
+    retries: RUN.jobs.retries
+    threads: lambda wildcards: share_of_cores(len(RUN.drafters))
+    resources:
+        gpu=RUN.target.gpus,
+        mem_mb=RUN.jobs.memory_mb,
+        runtime=RUN.jobs.runtime_minutes,
+    params:
+        settings=lambda wildcards: shaping(RUN, "eval", wildcards.drafter),
+    shell:
+        "{COMMAND} eval {FILE} --drafter {wildcards.drafter}"
+
+
+rule export:
+    input:
+        needs(lambda wildcards: HERE.train_manifest(wildcards.drafter)),
+    output:
+        HERE.export_manifest("{drafter}"),
+    log:
+        HERE.logs / "export" / "{drafter}.log",
+    benchmark:
+        HERE.benchmarks / "export" / "{drafter}.tsv"
+    retries: RUN.jobs.retries
+    resources:
+        mem_mb=RUN.jobs.memory_mb,
+        runtime=RUN.jobs.runtime_minutes,
+    params:
+        settings=lambda wildcards: shaping(RUN, "export", wildcards.drafter),
+    shell:
+        "{COMMAND} export {FILE} --drafter {wildcards.drafter}"
+
+
+rule report:
+    input:
+        needs(
+            *map(HERE.train_manifest, RUN.drafters),
+            *(map(HERE.eval_manifest, RUN.drafters) if RUN.eval.benchmarks else ()),
+        ),
+    output:
+        HERE.report,
+    log:
+        HERE.logs / "report" / "report.log",
+    benchmark:
+        HERE.benchmarks / "report.tsv"
+    retries: RUN.jobs.retries
+    params:
+        settings=shaping(RUN, "report"),
+    shell:
+        "{COMMAND} report {FILE}"
+
+
+onerror:
+    shell("{COMMAND} status {FILE} --failed 1>&2")

@@ -1,0 +1,94 @@
+"""Which settings shape which stage's artefact: what Snakemake compares to decide what runs again.
+
+A setting that is listed for no stage (log intervals, reader counts, memory of jobs) never makes anything run again.
+Later stages run again because their inputs changed, so each stage lists only what it reads itself.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from data.settings import FORMAT, Run
+
+Settings = dict[str, Any]
+
+
+def shaping(run: Run, stage: str, drafter: str | None = None) -> str:
+    """The settings that shape what `stage` makes, as sorted JSON; `drafter` for train and eval."""
+    settings = _STAGES[stage](run, drafter)
+    return json.dumps({"format": FORMAT, **settings}, sort_keys=True)
+
+
+def source_files(run: Run) -> list[str]:
+    """Local files and folders of conversations that the run reads."""
+    validation = () if isinstance(run.data.validation, float) else run.data.validation
+    return [source.path for source in (*run.data.train, *validation) if source.path is not None]
+
+
+def benchmark_files(run: Run) -> list[str]:
+    """Local files of prompts that evaluation reads."""
+    return [benchmark.path for benchmark in run.eval.benchmarks.values() if benchmark.path is not None]
+
+
+def _dump(section: Any, *left_out: str) -> Settings:
+    return section.model_dump(mode="json", by_alias=True, exclude=set(left_out))
+
+
+def _target(run: Run) -> Settings:
+    return _dump(run.target, "gpus", "parallel", "trust_remote_code")
+
+
+def _data(run: Run, *left_out: str) -> Settings:
+    data = _dump(run.data, "max_dropped", *left_out)
+    if "regenerate" in data:
+        data["regenerate"] = None if run.data.responses == "keep" else _answers(data["regenerate"])
+    return data
+
+
+def _answers(regenerate: Settings) -> Settings:
+    """How the target answers, without how many requests are under way."""
+    return {name: value for name, value in regenerate.items() if name != "batch_size"}
+
+
+def _prepare(run: Run, drafter: str | None) -> Settings:
+    target = _dump(run.target, "gpus", "parallel", "trust_remote_code", "dtype")
+    return {"target": target, "data": _data(run, "regenerate"), "parts": run.extract.parts}
+
+
+def _regenerate(run: Run, drafter: str | None) -> Settings:
+    return {"target": _target(run), "data": _data(run), "parts": run.extract.parts}
+
+
+def _extract(run: Run, drafter: str | None) -> Settings:
+    return {"target": _target(run), "data": _data(run), "extract": _dump(run.extract, "keep")}
+
+
+def _train(run: Run, drafter: str | None) -> Settings:
+    assert drafter is not None
+    watching = ("log_every", "keep_last", "keep_best", "stall_timeout", "readers", "loggers")
+    train = _dump(run.train_of(drafter), *watching)
+    return {"drafter": _dump(run.drafter(drafter), "train", "gpus"), "train": train}
+
+
+def _eval(run: Run, drafter: str | None) -> Settings:
+    return {"target": _target(run), "eval": _dump(run.eval)}
+
+
+def _export(run: Run, drafter: str | None) -> Settings:
+    return {"target": _dump(run.target, "gpus", "parallel", "trust_remote_code", "dtype"), "checkpoints": "best"}
+
+
+def _report(run: Run, drafter: str | None) -> Settings:
+    return {"drafters": sorted(run.drafters)}
+
+
+_STAGES = {
+    "prepare": _prepare,
+    "regenerate": _regenerate,
+    "extract": _extract,
+    "train": _train,
+    "eval": _eval,
+    "export": _export,
+    "report": _report,
+}

@@ -47,8 +47,9 @@ def _data(run: Run, *left_out: str) -> Settings:
 
 
 def _answers(regenerate: Settings) -> Settings:
-    """How the target answers, without how many requests are under way."""
-    return {name: value for name, value in regenerate.items() if name != "batch_size"}
+    """How the target answers, and who does, without how many requests are under way."""
+    server = regenerate["server"] and {name: regenerate["server"][name] for name in ("url", "model")}
+    return {name: value for name, value in regenerate.items() if name != "batch_size"} | {"server": server}
 
 
 def _prepare(run: Run, drafter: str | None) -> Settings:

@@ -78,6 +78,12 @@ class Bucket:
         buffer = default_buffer_prototype().buffer.from_bytes(path.read_bytes())
         sync(ObjectStore(self._store()).set(relative, buffer))
 
+    def remove(self, relative: str) -> None:
+        """Delete every object under `relative`."""
+        store = self._store(relative)
+        for page in store.list():
+            store.delete([item["path"] for item in page])
+
     def __str__(self) -> str:
         return self.url
 

@@ -156,6 +156,15 @@ def holder(uuid: str) -> str:
         return "another process"
 
 
+def is_leased(uuid: str) -> bool:
+    """Whether some process holds a device now. Looking does not take it."""
+    descriptor = _open(uuid)
+    try:
+        return not _flock(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def require_idle(uuids: Sequence[str], share: float, wait_seconds: float, stop: Callable[[], None]) -> None:
     """Wait until programs outside draftmill hold no more than `share` of the memory of each leased device.
 

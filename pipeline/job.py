@@ -23,7 +23,7 @@ from typing import Any
 
 from data.errors import BadInput, Failure, Stopped
 from data.settings import Run
-from pipeline import devices
+from pipeline import devices, preflight
 from pipeline.console import duration, say, set_sink
 from pipeline.journal import Journal
 from pipeline.watchdog import Watchdog
@@ -125,6 +125,8 @@ def _equip(work: Job, gpus: int, idle_check: bool) -> None:
         return
     device = " ".join(work.lease.uuids) or "cpu"
     journal.line(f"device {device}")
+    preflight.require_torch_build(work.lease)
+    preflight.warn_low_disk(journal.run.folder)
     if idle_check and work.lease.uuids:
         limits = journal.run.jobs
         devices.require_idle(work.lease.uuids, limits.busy_share, limits.idle_wait_seconds, work.check_stop)

@@ -2,8 +2,8 @@
 
     stub_draftmill.py RECORD COMMAND RUN.yaml [--part P] [--drafter NAME] ...
 
-Each call appends its arguments and devices to the file RECORD. A manifest holds a hash of what the stage reads. `$STUB_FAIL` names commands that fail,
-`$STUB_SLEEP` gives the seconds that each call takes. Plain Python, so that 2,000 calls stay cheap.
+Each call appends its arguments to the file RECORD. `$STUB_FAIL` names commands that fail, `$STUB_SLEEP` gives the
+seconds that each call takes. Run files must be JSON here. The standard library only, so that 2,000 calls stay cheap.
 """
 
 import hashlib

@@ -1,0 +1,113 @@
+"""`draftmill clean RUN`: free the disk of what can be made again, after showing how much that is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from data.errors import BadInput
+from data.layout import Layout, part_name
+from data.manifest import fsync_folder, read_json
+from data.settings import Run, load_run
+from pipeline.console import say, size
+from pipeline.journal import statuses
+
+
+@dataclass(frozen=True)
+class Doomed:
+    """Something to delete: `first` is what makes it count as there, and goes before the rest."""
+
+    what: str
+    path: Path
+    first: tuple[Path, ...] = ()
+
+
+@click.command("clean")
+@click.argument("run_file", type=click.Path())
+@click.option("--cache", is_flag=True, help="The hidden-state cache: extract makes it again.")
+@click.option("--checkpoints", is_flag=True, help="Checkpoints of trained drafters, all but the best and the last.")
+@click.option("--all", "everything", is_flag=True, help="The whole folder of the run, logs and exports included.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def command(run_file: str, cache: bool, checkpoints: bool, everything: bool, yes: bool) -> None:
+    """Free the disk of caches or checkpoints."""
+    run = load_run(run_file)
+    if cache + checkpoints + everything != 1:
+        raise BadInput("say what to delete: one of --cache, --checkpoints and --all")
+    _require_quiet(run)
+    doomed = list(_whole(run) if everything else _cache(run) if cache else _checkpoints(run))
+    if not doomed:
+        say("nothing to delete")
+        return
+    for item in doomed:
+        click.echo(f"{size(_bytes(item.path)):>12}  {item.what}  {item.path}")
+    if not yes and not click.confirm(f"Delete {size(sum(_bytes(item.path) for item in doomed))}?"):
+        say("nothing was deleted")
+        return
+    for item in doomed:
+        _delete(item)
+    if cache and run.extract.store is not None:
+        _empty_bucket(run, run.extract.store)
+
+
+def _require_quiet(run: Run) -> None:
+    for job in statuses(run):
+        if job["status"] in ("running", "waiting"):
+            raise BadInput(f"{job['stage']} {job['label']} is at work (pid {job['pid']}): end it first")
+
+
+def _cache(run: Run) -> Iterator[Doomed]:
+    layout = Layout.of(run)
+    if layout.cache.is_dir():
+        yield Doomed("hidden-state cache", layout.cache, tuple(sorted(layout.cache.glob("part-*.json"))))
+
+
+def _checkpoints(run: Run) -> Iterator[Doomed]:
+    """Checkpoints that nothing needs any more. An unfinished drafter keeps all: it resumes from one."""
+    layout = Layout.of(run)
+    for name in run.drafters:
+        manifest = layout.train_manifest(name)
+        if not manifest.exists():
+            continue
+        body = read_json(manifest, "run `draftmill train` again")
+        kept = {f"step-{int(body[which]):06d}" for which in ("best_step", "last_step")}
+        for path in sorted(layout.checkpoints(name).glob("step-*")):
+            if path.name not in kept:
+                yield Doomed(f"checkpoint of {name}", path, (path / "meta.json",))
+
+
+def _whole(run: Run) -> Iterator[Doomed]:
+    layout = Layout.of(run)
+    if layout.folder.is_dir():
+        yield Doomed("the whole run", layout.folder, tuple(sorted(layout.cache.glob("part-*.json"))))
+
+
+def _delete(item: Doomed) -> None:
+    """Delete so that a kill in between leaves nothing that looks whole."""
+    for path in item.first:
+        path.unlink(missing_ok=True)
+    if item.first and item.path.is_dir():
+        fsync_folder(item.first[0].parent)
+    shutil.rmtree(item.path)
+
+
+def _bytes(path: Path) -> int:
+    """Bytes under a folder; links count nothing and lead nowhere."""
+    return sum(
+        os.lstat(os.path.join(folder, name)).st_size
+        for folder, _, names in os.walk(path, followlinks=False)
+        for name in names
+    )
+
+
+def _empty_bucket(run: Run, url: str) -> None:
+    from data.store import open_store
+
+    store = open_store(Layout.of(run), url)
+    for part in range(run.extract.parts):
+        store.remove(part_name(part))
+    say(f"deleted the shards of {run.extract.parts} parts from {store}")

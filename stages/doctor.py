@@ -1,0 +1,97 @@
+"""`draftmill doctor [RUN]`: is this machine, and is this run, fit to go? One table, with a remedy for what is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from data.errors import BadInput
+from data.settings import Jobs, Run, load_run
+from data.shaping import benchmark_files, source_files
+from pipeline import devices, preflight
+from pipeline.preflight import Check, guarded
+
+
+@click.command("doctor")
+@click.argument("run_file", type=click.Path(), required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print the checks as a JSON list.")
+def command(run_file: str | None, as_json: bool) -> int:
+    """Check this machine, and what a run needs of it."""
+    run = load_run(run_file) if run_file is not None else None
+    checks = list(_checks(run))
+    if as_json:
+        click.echo(json.dumps([asdict(check) for check in checks], indent=1))
+    else:
+        _table(checks)
+    return int(any(check.status == "failure" for check in checks))
+
+
+def _checks(run: Run | None) -> Iterator[Check]:
+    yield from preflight.versions()
+    yield from preflight.gpus((run.jobs if run is not None else Jobs()).busy_share)
+    yield preflight.memory()
+    yield preflight.disk(run.folder if run is not None else Path("."))
+    if run is not None:
+        yield from _files(run)
+        yield guarded("target", lambda: _target(run), "fix `target` in the run file")
+        yield guarded("template", lambda: _template(run), "fix `target` or `data.template_arguments`")
+    if devices.visible():
+        yield guarded("torch on gpu", preflight.torch_sees, "install a torch whose CUDA the driver supports")
+        yield guarded("compile and capture", _selftest, "update driver and torch, or set train.graphs to eager")
+
+
+def _selftest() -> Check:
+    uuids = devices.visible()
+    if all(devices.is_leased(uuid) for uuid in uuids):
+        return Check("compile and capture", "warning", "every GPU is at work: not tried", "ask again when one is free")
+    return preflight.selftest(devices.lease(1))
+
+
+def _files(run: Run) -> Iterator[Check]:
+    for path in (*source_files(run), *benchmark_files(run)):
+        if not Path(path).exists():
+            yield Check("file", "failure", f"{path} does not exist", "paths are relative to the folder you run in")
+
+
+def _target(run: Run) -> Check:
+    """The target is there and has the layers that the run taps; its weights are not loaded."""
+    from transformers import AutoConfig
+
+    from pipeline.target import resolve_target, tap_layers
+
+    path = resolve_target(run)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=run.target.trust_remote_code).get_text_config()
+    taps = tap_layers(run.extract.layers, config.num_hidden_layers)
+    text = f"{run.target.model}: {config.num_hidden_layers} layers of width {config.hidden_size}, taps {list(taps)}"
+    return Check("target", "ok", text)
+
+
+def _template(run: Run) -> Check:
+    """The chat template renders, and a mask token can be chosen for every drafter."""
+    from pipeline.target import load_tokenizer
+    from pipeline.template import render_prompt
+
+    tokenizer = load_tokenizer(run)
+    ids = render_prompt(tokenizer, [{"role": "user", "content": "Hello"}], dict(run.data.template_arguments))
+    if not ids:
+        raise BadInput("the chat template renders to nothing")
+    return Check("template", "ok", f"{len(ids)} tokens for one short turn")
+
+
+def _table(checks: list[Check]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    colours = {"ok": "green", "warning": "yellow", "failure": "bold red"}
+    table = Table(box=None, pad_edge=False)
+    for column in ("check", "", "found", "what to do"):
+        table.add_column(column, overflow="fold")
+    for check in checks:
+        colour = colours[check.status]
+        table.add_row(check.name, f"[{colour}]{check.status}[/{colour}]", escape(check.found), escape(check.remedy))
+    Console().print(table)

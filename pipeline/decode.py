@@ -56,13 +56,14 @@ class Block:
 
 @dataclass(frozen=True)
 class Answer:
-    """New tokens of a prompt, its stop token included when `finished`; else the limit ended it. The first token comes
-    from the prefill, the others from `blocks` (empty without a drafter)."""
+    """New tokens of a prompt of `prompt_tokens`, the stop token included when `finished`; else the limit ended it. The
+    first token comes from the prefill, the others from `blocks` (empty without a drafter)."""
 
     id: str
     ids: tuple[int, ...]
     finished: bool
     blocks: tuple[Block, ...] = ()
+    prompt_tokens: int = 0
 
 
 class Advances(Protocol):
@@ -255,7 +256,8 @@ class _Leaving:
             counts.tokens += len(new)
             if progress is not None:
                 progress.advance(1)
-            yield Answer(prompt.id, new, bool(stopped[row]), _blocks(begin, lengths[row] - 1, log, block_size - 1))
+            blocks_of = _blocks(begin, lengths[row] - 1, log, block_size - 1)
+            yield Answer(prompt.id, new, bool(stopped[row]), blocks_of, begin)
 
 
 def _blocks(start: int, last: int, log: list[int], drafted: int) -> tuple[Block, ...]:

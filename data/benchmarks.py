@@ -1,0 +1,183 @@
+"""Prompt sets for evaluation: JSONL files, hub data sets and presets.
+
+A prompt has one or more *turns*; each turn is the messages that are put before the next answer. A row holds `turns`
+(user texts), or `messages`, of which a last answer is left out and all others stand. Ids are the row's own `id`, else
+made of the set's name and the row's number.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from data.errors import BadInput
+from data.settings import Benchmark
+
+Message = dict[str, str]
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True)
+class BenchmarkPrompt:
+    """`turns[t]` are the messages put before answer t; answers come between them."""
+
+    id: str
+    turns: tuple[tuple[Message, ...], ...]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Where a well-known set lies on the hub and what its prompts look like (z-lab's forms, where it has one)."""
+
+    load: tuple[str, ...]
+    """Arguments of `datasets.load_dataset`: id and configuration."""
+    split: str
+    turns: Callable[[Mapping[str, Any]], list[str]]
+    """The user texts of a row."""
+    files: str | None = None
+    """Files to read instead, for repositories that are not plain data sets."""
+
+    @property
+    def place(self) -> str:
+        return self.files or f"{' '.join(self.load)}, split {self.split}"
+
+
+_BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+
+
+def _alpaca(row: Mapping[str, Any]) -> list[str]:
+    return [f"{row['instruction']}\n\nInput:\n{row['input']}" if row["input"] else row["instruction"]]
+
+
+def _livecodebench(row: Mapping[str, Any]) -> list[str]:
+    starter = row["starter_code"]
+    how = "Use the following code structure:" if starter else "Write your code in the following format:"
+    parts = (
+        "You are an expert Python programmer. You will be given a question (problem specification) and will generate "
+        "a correct Python program that matches the specification and passes all tests. You will NOT return anything "
+        "except for the program",
+        f"### Question:\n{row['question_content']}",
+        f"### Format: {how}",
+        f"```python\n{starter or '# YOUR CODE HERE'}\n```",
+        "### Answer: (use the provided format with backticks)",
+    )
+    return ["\n\n".join(parts)]
+
+
+def _humaneval(row: Mapping[str, Any]) -> list[str]:
+    ask = "Write a solution to the following problem and make sure that it passes the tests:"
+    return [f"{ask}\n```python\n{row['prompt']}\n```"]
+
+
+PRESETS = {
+    "gsm8k": Preset(("openai/gsm8k", "main"), "test", lambda row: [row["question"] + _BOXED]),
+    "math500": Preset(("HuggingFaceH4/MATH-500",), "test", lambda row: [row["problem"] + _BOXED]),
+    "humaneval": Preset(("openai/openai_humaneval",), "test", _humaneval),
+    "mbpp": Preset(("google-research-datasets/mbpp", "sanitized"), "test", lambda row: [row["prompt"]]),
+    "mt-bench": Preset(("HuggingFaceH4/mt_bench_prompts",), "train", lambda row: list(row["prompt"])),
+    "alpaca": Preset(("tatsu-lab/alpaca",), "train", _alpaca),
+    "livecodebench": Preset(
+        ("json",), "train", _livecodebench, "hf://datasets/livecodebench/code_generation_lite/test.jsonl"
+    ),
+    "arena-hard": Preset(
+        ("json",),
+        "train",
+        lambda row: [row["prompt"]],
+        "hf://datasets/lmarena-ai/arena-hard-auto/data/arena-hard-v2.0/question.jsonl",
+    ),
+}
+
+
+def load_benchmark(name: str, settings: Benchmark, limit: int | None = None) -> list[BenchmarkPrompt]:
+    """Prompts of a set, the first `limit` (or the settings' own, if fewer).
+
+    Raises BadInput, in one line, for a file or hub set that is missing, empty, or not made of prompts.
+    """
+    limits = [value for value in (limit, settings.limit) if value is not None]
+    rows = islice(_rows(name, settings), min(limits) if limits else None)
+    prompts = list(rows)
+    place = settings.path or settings.hub or settings.preset
+    if not prompts:
+        raise BadInput(f"benchmark `{name}`: {place} holds no prompts; give a file with a `turns` row for each prompt")
+    repeated = len(prompts) - len({prompt.id for prompt in prompts})
+    if repeated:
+        raise BadInput(f"benchmark `{name}`: {place} repeats {repeated} ids; give each prompt an `id` of its own")
+    return prompts
+
+
+def _rows(name: str, settings: Benchmark) -> Iterator[BenchmarkPrompt]:
+    if settings.path is not None:
+        return _from_file(name, Path(settings.path))
+    if settings.preset is None:
+        place = f"{settings.hub}, split {settings.split}"
+        load = (settings.hub or "", *([settings.subset] if settings.subset else []))
+        rows = _from_hub(name, place, lambda datasets: datasets.load_dataset(*load, split=settings.split))
+        return (_prompt(f"{name}-{index}", row, f"benchmark `{name}`: row {index}") for index, row in enumerate(rows))
+    if settings.preset not in PRESETS:
+        raise BadInput(f"benchmark `{name}`: no preset `{settings.preset}`; there are: {', '.join(PRESETS)}")
+    preset = PRESETS[settings.preset]
+    files = {"data_files": preset.files} if preset.files else {}
+    rows = _from_hub(
+        name, preset.place, lambda datasets: datasets.load_dataset(*preset.load, split=preset.split, **files)
+    )
+    return (BenchmarkPrompt(f"{name}-{index}", user_turns(preset.turns(row))) for index, row in enumerate(rows))
+
+
+def _from_file(name: str, path: Path) -> Iterator[BenchmarkPrompt]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"benchmark `{name}`: cannot read {path}: {error}") from None
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"benchmark `{name}`: {path}, line {number}"
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise BadInput(f"{where}: not JSON ({error})") from None
+        if not isinstance(row, dict):
+            raise BadInput(f"{where}: expected an object with `turns` or `messages`")
+        yield _prompt(str(row.get("id", f"{name}-{number - 1}")), row, where)
+
+
+def _from_hub(name: str, place: str, load: Callable[[Any], Any]) -> Iterable[Mapping[str, Any]]:
+    import datasets
+
+    try:
+        return load(datasets)
+    except Exception as error:  # the hub client has no common base for offline, missing, gated, renamed
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise BadInput(
+            f"benchmark `{name}`: the hub's {place} cannot be loaded ({why}); where the hub is out of reach, give "
+            "`path:` a JSONL file with one `turns` list a row"
+        ) from None
+
+
+def _prompt(id: str, row: Mapping[str, Any], where: str) -> BenchmarkPrompt:
+    if isinstance(row.get("turns"), list):
+        turns = row["turns"]
+        if not turns or not all(isinstance(turn, str) for turn in turns):
+            raise BadInput(f"{where}: `turns` must be a list of at least one text")
+        return BenchmarkPrompt(id, user_turns(turns))
+    messages = row.get("messages")
+    if isinstance(messages, list) and all(_is_message(message) for message in messages):
+        kept = [{"role": message["role"], "content": message["content"]} for message in messages]
+        if kept and kept[-1]["role"] == "assistant":
+            kept.pop()
+        if kept:
+            return BenchmarkPrompt(id, (tuple(kept),))
+    raise BadInput(f"{where}: needs `turns` (a list of texts) or `messages` (role and content each)")
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and message.get("role") in ROLES and isinstance(message.get("content"), str)
+
+
+def user_turns(texts: Iterable[str]) -> tuple[tuple[Message, ...], ...]:
+    """One user message a turn."""
+    return tuple(({"role": "user", "content": text},) for text in texts)

@@ -1,0 +1,202 @@
+"""Loads an export with one other program's own code and says what came out. Runs alone, in a fresh process:
+
+    python pipeline/consumer_probe.py CONSUMER JOBS.json     -> one JSON line on stdout
+
+It imports nothing of draftmill, so that it also runs in an environment that has only the consumer. A job is
+`{"kind": "logits", "export": DIR, "case": FILE}` or `{"kind": "generate", "export", "target", "prompts",
+"max_new_tokens", "stop"}`. A case holds `taps` [T, K * H], `anchors` [N], `blocks` [N, B, H] (embedded slots) and
+`rows` [R, H] (rows of the LM head); the answer goes to `FILE.CONSUMER` as `logits` [N, B - 1, R].
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+REFUSED = "refused"
+
+
+def main(consumer: str, jobs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Version of the consumer and one answer a job; `version` is None where it is not installed."""
+    package = {"autoconfig": "transformers"}.get(consumer, consumer)
+    if importlib.util.find_spec(package) is None:
+        return {"version": None, "answers": []}
+    run = {"dflash": _torch_model, "specforge": _torch_model, "speculators": _torch_model}.get(consumer, _config_only)
+    answers = []
+    for job in jobs:
+        try:
+            answers.append(run(consumer, job))
+        except Exception as error:  # whatever another program's loader raises is its answer
+            answers.append({"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"})
+    return {"version": importlib.metadata.version(package), "answers": answers}
+
+
+def _torch_model(consumer: str, job: dict[str, Any]) -> dict[str, Any]:
+    model, loading = _load(consumer, job["export"])
+    if job["kind"] == "generate":
+        return _generate(model, job)
+    compare = _speculators_logits if consumer == "speculators" else _flat_logits
+    compare(model, Path(job["case"]), consumer)
+    tokens = model.block_size - 1
+    return {**{key: sorted(loading[key]) for key in ("missing_keys", "unexpected_keys")}, "drafted": tokens}
+
+
+def _load(consumer: str, folder: str) -> tuple[Any, dict[str, Any]]:
+    import torch
+
+    arguments: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True}
+    if consumer == "speculators":
+        from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
+
+        config = DFlashSpeculatorConfig.from_pretrained(folder)
+        config.transformer_layer_config._attn_implementation = "sdpa"
+        return _Plain.load(DFlashDraftModel, folder, config, arguments)
+    if consumer == "dflash":
+        from dflash.model import DFlashDraftModel
+    else:
+        from specforge.modeling.draft.dflash import DFlashDraftModel
+    model, loading = DFlashDraftModel.from_pretrained(folder, attn_implementation="sdpa", **arguments)
+    return model.eval(), loading
+
+
+class _Plain:
+    """speculators' own `from_pretrained` returns a model only; transformers' below it also tells what it loaded."""
+
+    @staticmethod
+    def load(model_class: Any, folder: str, config: Any, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        from transformers import PreTrainedModel
+
+        model, loading = PreTrainedModel.from_pretrained.__func__(model_class, folder, config=config, **arguments)
+        model.load_verifier_weights()
+        return model.eval(), loading
+
+
+def _flat_logits(model: Any, case: Path, consumer: str) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    body = load_file(case)
+    answers = []
+    with torch.no_grad():
+        for anchor, block in zip(body["anchors"].tolist(), body["blocks"], strict=True):
+            positions = torch.arange(anchor + block.shape[0])[None]
+            hidden = model(
+                position_ids=positions, noise_embedding=block[None], target_hidden=body["taps"][:anchor][None]
+            )
+            answers.append(_head(model, hidden[0, 1:], body["rows"]))
+    save_file({"logits": torch.stack(answers)}, f"{case}.{consumer}")
+
+
+def _speculators_logits(model: Any, case: Path, consumer: str) -> None:
+    """The layers as speculators builds them, on one unpadded block at a time, so that sums run in the same order."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    body = load_file(case)
+    answers = []
+    with torch.no_grad():
+        for anchor, block in zip(body["anchors"].tolist(), body["blocks"], strict=True):
+            context = model.hidden_norm(model.fc(body["taps"][:anchor][None]))
+            rope = model.rotary_emb(block[None], torch.arange(anchor + block.shape[0])[None])
+            hidden = block[None]
+            for layer in model.layers:
+                hidden = layer(hidden_states=hidden, target_hidden=context, position_embeddings=rope)
+            answers.append(torch.nn.functional.linear(model.norm(hidden)[0, 1:], body["rows"]))
+    save_file({"logits": torch.stack(answers)}, f"{case}.{consumer}")
+
+
+def _head(model: Any, hidden: Any, rows: Any) -> Any:
+    import torch
+
+    linear = lambda x: torch.nn.functional.linear(x, rows)  # noqa: E731
+    return model.compute_logits(hidden, linear) if hasattr(model, "compute_logits") else linear(hidden)
+
+
+def _generate(model: Any, job: dict[str, Any]) -> dict[str, Any]:
+    """Greedy speculative decoding by dflash's own loop: whole sequences and acceptance lengths."""
+    import dflash.model
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    dflash.model._cuda_time = time.perf_counter  # it times with CUDA events, which a CPU has not
+    target = AutoModelForCausalLM.from_pretrained(job["target"], dtype=torch.float32).eval()
+    outputs, lengths = [], []
+    for prompt in job["prompts"]:
+        answer = dflash.model.dflash_generate(
+            model,
+            target,
+            torch.tensor([prompt]),
+            job["max_new_tokens"],
+            job["stop"],
+            return_stats=True,
+        )
+        outputs.append(answer.output_ids[0, len(prompt) :].tolist())
+        lengths.append(answer.acceptance_lengths)
+    return {"outputs": outputs, "lengths": lengths}
+
+
+def _config_only(consumer: str, job: dict[str, Any]) -> dict[str, Any]:
+    read = {"autoconfig": _autoconfig, "vllm": _vllm, "sglang": _sglang}[consumer]
+    return {"config": read(job["export"])}
+
+
+def _autoconfig(folder: str) -> dict[str, Any]:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder)
+    return {
+        "block_size": config.block_size,
+        "target_layer_ids": config.dflash_config["target_layer_ids"],
+        "mask_token_id": config.dflash_config["mask_token_id"],
+        "num_target_layers": config.num_target_layers,
+        "hidden_size": config.hidden_size,
+        "head_dim": config.head_dim,
+        "layer_types": list(config.layer_types),
+        "rope_theta": config.rope_parameters["rope_theta"],
+    }
+
+
+def _vllm(folder: str) -> dict[str, Any]:
+    """vLLM's own resolution of what it would run; `aux` counts from 1."""
+    from types import SimpleNamespace
+
+    from vllm.model_executor.models.qwen3_dflash import _dflash_layer_causal
+    from vllm.transformers_utils.config import get_config
+    from vllm.transformers_utils.configs.eagle import EAGLEConfig
+    from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
+
+    config = EAGLEConfig(get_config(folder, trust_remote_code=False), method="dflash", model_type="eagle")
+    speculative = SimpleNamespace(draft_model_config=SimpleNamespace(hf_config=config))
+    return {
+        "target_layer_ids": [layer - 1 for layer in get_eagle3_aux_layers_from_config(speculative)],
+        "mask_token_id": config.dflash_config["mask_token_id"],
+        "causal": [_dflash_layer_causal(config, layer) for layer in range(config.num_hidden_layers)],
+        "hidden_size": config.hidden_size,
+        "rope_theta": config.rope_parameters["rope_theta"],
+    }
+
+
+def _sglang(folder: str) -> dict[str, Any]:
+    from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
+    from transformers import AutoConfig
+
+    parsed = parse_dflash_draft_config(draft_hf_config=AutoConfig.from_pretrained(folder))
+    return {
+        "block_size": parsed.resolve_block_size(default=16),
+        "target_layer_ids": list(parsed.target_layer_ids),
+        "mask_token_id": parsed.mask_token_id,
+        "num_target_layers": parsed.num_target_layers,
+    }
+
+
+if __name__ == "__main__":
+    sys.path[0] = ""  # not this file's folder: its module names are not the consumers'
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    answer = json.dumps(main(sys.argv[1], json.loads(Path(sys.argv[2]).read_text())))
+    print(f"\n{answer}", flush=True)

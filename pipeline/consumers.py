@@ -1,0 +1,197 @@
+"""Does everybody else read an export as the trainer does? Each consumer answers in a fresh process of its own.
+
+Logits of one small batch are computed here, by the trainer's forward in float32, and by each consumer's own model
+code; where the arithmetic is the same they are equal bit for bit. Consumers without a CPU model (vLLM, SGLang) are
+asked what their configuration code makes of the files.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from data.errors import Failure
+from pipeline import consumer_probe
+from pipeline.drafter import Drafter
+from pipeline.head import TargetHead
+from pipeline.interchange import Checkpoint, open_checkpoint
+from pipeline.interchange_config import SLIDING
+
+MODELS = ("speculators", "dflash", "specforge")
+CONFIGS = ("autoconfig", "vllm", "sglang")
+HEAD_ROWS = 4096
+"""Rows of the LM head that are compared, at most."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one consumer made of one export.
+
+    `difference` is the largest of its logits from the trainer's, None where only the configuration was read; `problem`
+    is empty when all is well; `version` is None where it is not installed.
+    """
+
+    consumer: str
+    version: str | None
+    difference: float | None = None
+    problem: str = ""
+    note: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return self.version is not None and bool(self.problem)
+
+
+def check_exports(
+    folders: Sequence[Path],
+    head: TargetHead | None = None,
+    python: str = sys.executable,
+    consumers: Iterable[str] = (*MODELS, *CONFIGS),
+    tolerance: float = 0.0,
+) -> dict[Path, list[Verdict]]:
+    """Verdicts by folder, one process a consumer for all folders.
+
+    `head` embeds the blocks (None: random rows, for a target that is not at hand). Logits may differ by `tolerance`.
+    """
+    exports = [open_checkpoint(folder) for folder in folders]
+    with tempfile.TemporaryDirectory() as scratch:
+        cases = [Path(scratch) / f"{index}.safetensors" for index in range(len(exports))]
+        expected = [make_case(export, head, case) for export, case in zip(exports, cases, strict=True)]
+        jobs = [
+            {"kind": "logits", "export": str(export.path.resolve()), "case": str(case)}
+            for export, case in zip(exports, cases, strict=True)
+        ]
+        verdicts: dict[Path, list[Verdict]] = {export.path: [] for export in exports}
+        running = {name: _start(name, jobs, python, Path(scratch)) for name in consumers}
+        for name, process in running.items():
+            answer = _finish(process)
+            for index, export in enumerate(exports):
+                found = _judge(name, answer, index, export, cases[index], expected[index], tolerance)
+                verdicts[export.path].append(found)
+    return verdicts
+
+
+def ask(consumer: str, jobs: list[dict[str, Any]], python: str = sys.executable) -> dict[str, Any]:
+    """One consumer's answers to jobs of `pipeline/consumer_probe.py`, from a fresh process."""
+    with tempfile.TemporaryDirectory() as scratch:
+        return _finish(_start(consumer, jobs, python, Path(scratch)))
+
+
+def make_case(export: Checkpoint, head: TargetHead | None, path: Path) -> Tensor:
+    """Write a batch for the probe; returns the trainer's logits of it, [N, B - 1, R] float32."""
+    config = export.config
+    head = random_head(config.vocab_size, config.hidden_size) if head is None else head.to("cpu", torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    length, width = 3 * config.block_size + 5, config.hidden_size
+    taps = torch.randn(length, len(config.target_layer_ids) * width, generator=generator)
+    anchors = torch.tensor([1, config.block_size + 3, length])
+    tokens = torch.randint(config.vocab_size, (len(anchors),), generator=generator)
+    ids = torch.full((len(anchors), config.block_size), config.mask_token_id)
+    ids[:, 0] = tokens
+    blocks = head.embed(ids)
+    rows = head.lm_head[:HEAD_ROWS].contiguous()
+    save_file({"taps": taps, "anchors": anchors, "blocks": blocks.contiguous(), "rows": rows}, path)
+    drafter = export.drafter()
+    part = TargetHead(rows, rows, None, 1.0, export.target.logit_multiplier, export.target.softcap)
+    with torch.no_grad():
+        hidden = [block_hidden(drafter, taps[:a], block) for a, block in zip(anchors.tolist(), blocks, strict=True)]
+        return torch.stack([part.logits(states[1:]) for states in hidden])
+
+
+def block_hidden(drafter: Drafter, taps: Tensor, block: Tensor) -> Tensor:
+    """The trainer's forward of one block: taps [a, K * H] before anchor a, embedded slots [B, H] -> hidden [B, H]."""
+    anchor, size = taps.shape[0], block.shape[0]
+    context = drafter.project(taps[None])
+    past, own = drafter.rope(torch.arange(anchor)[None]), drafter.rope(torch.arange(anchor, anchor + size)[None])
+    kept = [layer.self_attn.keys_values(context, past) for layer in drafter.layers]
+    distance = torch.arange(anchor, anchor + size)[:, None] - torch.arange(anchor + size)[None]
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        sliding = drafter.config.layer_types[layer] == SLIDING
+        mask = (distance >= 0) & (distance < (drafter.config.sliding_window or 0)) if sliding else None
+        groups = q.shape[1] // k.shape[1]
+        if mask is not None:
+            k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
+        return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=groups > 1)
+
+    return drafter(block[None], own, kept, attend)[0]
+
+
+def random_head(vocabulary: int, width: int) -> TargetHead:
+    """Rows with the spread of a real embedding, the same every time."""
+    rows = torch.randn(min(vocabulary, HEAD_ROWS), width, generator=torch.Generator().manual_seed(1)) / math.sqrt(width)
+    rows = torch.cat((rows, rows[:1].expand(max(vocabulary - HEAD_ROWS, 0), width)))
+    return TargetHead(rows, rows)
+
+
+def _start(consumer: str, jobs: list[dict[str, Any]], python: str, scratch: Path) -> subprocess.Popen[str]:
+    listing = scratch / f"{consumer}.jobs.json"
+    listing.write_text(json.dumps(jobs))
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
+    command = [python, consumer_probe.__file__, consumer, str(listing)]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=scratch
+    )
+
+
+def _finish(process: subprocess.Popen[str]) -> dict[str, Any]:
+    output, errors = process.communicate()
+    if process.returncode or not output.strip():
+        tail = " ".join(errors.split())[-400:]
+        raise Failure(f"the check's process ended with {process.returncode}: {tail}")
+    return json.loads(output.strip().splitlines()[-1])
+
+
+def _judge(
+    name: str,
+    answer: dict[str, Any],
+    index: int,
+    export: Checkpoint,
+    case: Path,
+    expected: Tensor,
+    tolerance: float,
+) -> Verdict:
+    version = answer["version"]
+    if version is None:
+        return Verdict(name, None, note="not installed")
+    said = answer["answers"][index]
+    if "error" in said:
+        return Verdict(name, version, problem=said["error"])
+    if "config" in said:
+        return Verdict(name, version, problem=_wrong_config(said["config"], export), note="configuration only")
+    for what in ("missing_keys", "unexpected_keys"):
+        if said[what]:
+            return Verdict(name, version, problem=f"{len(said[what])} {what.replace('_', ' ')}: {said[what][:3]}")
+    if said["drafted"] != export.config.block_size - 1:
+        return Verdict(
+            name, version, problem=f"drafts {said['drafted']} tokens of a block of {export.config.block_size}"
+        )
+    if SLIDING in export.config.layer_types and name != "dflash":
+        return Verdict(name, version, note="loads; its training code counts windows from the anchor, so not compared")
+    difference = (load_file(f"{case}.{name}")["logits"] - expected).abs().max().item()
+    problem = "" if difference <= tolerance else f"logits differ by up to {difference:.3g}"
+    return Verdict(name, version, difference, problem)
+
+
+def _wrong_config(read: dict[str, Any], export: Checkpoint) -> str:
+    """What a consumer's configuration code understood otherwise than it was meant; empty when nothing."""
+    config = export.config
+    want = {
+        **config.record(),
+        "rope_theta": config.rope_theta,
+        "causal": [kind == SLIDING for kind in config.layer_types],
+    }
+    return "; ".join(f"{key} read as {value!r}, not {want[key]!r}" for key, value in read.items() if value != want[key])

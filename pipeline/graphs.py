@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -225,6 +226,11 @@ class Step:
             logits = self.loss.logits(blocks[low:high, 1:].reshape(-1, blocks.shape[-1]))
             hits = self.hits(logits, self.inputs["labels"][low:high])
             self.matches[low:high] = hits.int().cumprod(1).sum(1).int()
+
+    def inputs_from(self, views: dict[str, np.ndarray]) -> None:
+        """Copy one batch from host views into the static inputs."""
+        for name, view in views.items():
+            self.inputs[name].copy_(torch.from_numpy(view))
 
     def micro(self, first: bool, last: bool) -> None:
         self._run("micro", first, last and self.world > 1)

@@ -1,0 +1,224 @@
+"""Checkpoints of a drafter: `step-000400/` with weights, optimizer, configuration, and `meta.json` written last.
+
+A folder without a `meta.json` that fits its files does not exist. Weights are the float32 masters under the names of
+released checkpoints. Saving costs the step one copy to the host; a thread writes the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from data.errors import BadInput, Failure
+from data.manifest import crc32c, file_record, fsync_folder, read_json, write_json
+from pipeline.console import say
+from pipeline.drafter import Drafter, DrafterConfig
+
+WEIGHTS, OPTIMIZER, CONFIG, META = "drafter.safetensors", "optimizer.safetensors", "config.json", "meta.json"
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A complete checkpoint."""
+
+    step: int
+    path: Path
+    meta: dict[str, Any]
+
+    @property
+    def acceptance(self) -> float | None:
+        """Acceptance length of its validation walk; None when it was saved without one."""
+        validation = self.meta.get("validation")
+        return None if validation is None else validation["acceptance"]
+
+
+def list_checkpoints(folder: Path) -> list[CheckpointInfo]:
+    """Complete checkpoints, oldest first. What is not complete is named and left out."""
+    found = []
+    for path in sorted(folder.glob("step-*")):
+        meta = _meta(path)
+        if meta is None:
+            say(f"{path} is not a complete checkpoint: left out")
+        else:
+            found.append(CheckpointInfo(int(path.name.removeprefix("step-")), path, meta))
+    return found
+
+
+def _meta(path: Path) -> dict[str, Any] | None:
+    if not re.fullmatch(r"step-\d{6,}", path.name) or not (path / META).is_file():
+        return None
+    try:
+        meta = read_json(path / META, "")
+    except BadInput:
+        return None
+    files = meta.get("files", [])
+    whole = files and all(
+        (path / f["path"]).is_file() and (path / f["path"]).stat().st_size == f["bytes"] for f in files
+    )
+    return meta if whole else None
+
+
+def choose(folder: Path, which: str) -> list[CheckpointInfo]:
+    """`best` (by validation acceptance), `last`, `all` or `step-N`.
+
+    Raises BadInput when there is none.
+    """
+    every = list_checkpoints(folder)
+    if not every:
+        raise BadInput(f"{folder}: no complete checkpoint: run `draftmill train` first")
+    if which == "all":
+        return every
+    if which == "last":
+        return every[-1:]
+    if which == "best":
+        scored = [info for info in every if info.acceptance is not None]
+        return [max(scored, key=lambda info: info.acceptance or 0.0)] if scored else every[-1:]
+    match = re.fullmatch(r"step-(\d+)", which)
+    named = [info for info in every if match and info.step == int(match[1])]
+    if not named:
+        have = ", ".join(f"step-{info.step}" for info in every)
+        raise BadInput(f"{folder}: no checkpoint `{which}`; there are best, last, all, {have}")
+    return named
+
+
+def load_config(path: Path) -> DrafterConfig:
+    """A checkpoint's configuration."""
+    return DrafterConfig.from_record(read_json(path / CONFIG, "the checkpoint is damaged; delete its folder"))
+
+
+def load_drafter(path: Path, device: str | torch.device, dtype: torch.dtype) -> Drafter:
+    """A checkpoint's drafter, ready to draft.
+
+    Raises BadInput when weights are missing, renamed or of other shapes.
+    """
+    drafter = Drafter(load_config(path))
+    load_weights(drafter, _tensors(path, WEIGHTS), path / WEIGHTS)
+    return drafter.to(device=device, dtype=dtype).eval().requires_grad_(False)
+
+
+def load_weights(drafter: Drafter, tensors: Mapping[str, Tensor], source: Path) -> None:
+    """Copy weights into a drafter; every name and shape must fit.
+
+    Raises BadInput naming the first that does not.
+    """
+    own = dict(drafter.named_parameters())
+    for name in sorted(own.keys() | tensors.keys()):
+        if name not in tensors or name not in own:
+            raise BadInput(f"{source}: {'missing' if name in own else 'unexpected'} tensor `{name}`")
+        if own[name].shape != tensors[name].shape:
+            raise BadInput(
+                f"{source}: `{name}` is {list(tensors[name].shape)}, this drafter needs {list(own[name].shape)}"
+            )
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(tensors[name])
+
+
+def _tensors(path: Path, name: str) -> dict[str, Tensor]:
+    try:
+        return load_file(path / name)
+    except (OSError, SafetensorError) as error:
+        raise BadInput(f"{path / name}: damaged ({error}); delete the folder to fall back to the one before") from None
+
+
+def load_state(info: CheckpointInfo) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights and optimizer tensors of a checkpoint, checksums compared.
+
+    Raises BadInput when a file was changed.
+    """
+    for file in info.meta["files"]:
+        if crc32c(info.path / file["path"]) != file["crc32c"]:
+            raise BadInput(f"{info.path / file['path']}: checksum differs from {META}")
+    return _tensors(info.path, WEIGHTS), _tensors(info.path, OPTIMIZER)
+
+
+def newest_sound(folder: Path) -> Iterator[tuple[CheckpointInfo, dict[str, Tensor], dict[str, Tensor]]]:
+    """Newest checkpoint whose bytes are intact, at most one; damaged ones are named and passed over."""
+    for info in reversed(list_checkpoints(folder)):
+        try:
+            yield (info, *load_state(info))
+        except BadInput as error:
+            say(f"{error}; falling back to the checkpoint before")
+            continue
+        return
+
+
+def _to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+
+
+class CheckpointWriter:
+    """Writes checkpoints of one drafter in a thread, one at a time, and keeps the newest and the best."""
+
+    def __init__(self, folder: Path, keep_last: int, keep_best: int) -> None:
+        self.folder, self.keep_last, self.keep_best = folder, keep_last, keep_best
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def save(
+        self, step: int, config: DrafterConfig, weights: Mapping[str, Tensor], state: Mapping[str, Tensor],
+        meta: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        """Copy tensors to the host and hand them to the thread. Raises Failure when the save before went wrong."""
+        self.wait(say_so=True)
+        host = [
+            {n: t.detach().to("cpu", copy=True).contiguous() for n, t in group.items()} for group in (weights, state)
+        ]
+        arguments = (step, config.record(), host[0], host[1], dict(meta))
+        self._thread = threading.Thread(target=self._guarded, args=arguments, name="checkpoint")
+        self._thread.start()
+
+    def wait(self, say_so: bool = False) -> None:
+        """Wait for the save under way."""
+        if self._thread is not None:
+            start = time.monotonic()
+            self._thread.join()
+            waited = time.monotonic() - start
+            if say_so and waited > 0.1:
+                say(f"waited {waited:.1f} s for the checkpoint before to reach the disk")
+            self._thread = None
+        if self._error is not None:
+            raise Failure(f"{self.folder}: a checkpoint could not be written: {self._error}") from self._error
+
+    def _guarded(self, *arguments: Any) -> None:
+        try:
+            self._write(*arguments)
+        except BaseException as error:
+            self._error = error
+
+    def _write(self, step: int, config: dict, weights: dict, state: dict, meta: dict) -> None:
+        path = self.folder / f"step-{step:06d}"
+        temporary = self.folder / f".{path.name}.tmp"
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        save_file(weights, temporary / WEIGHTS)
+        save_file(state, temporary / OPTIMIZER)
+        (temporary / CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
+        files = [temporary / name for name in (WEIGHTS, OPTIMIZER, CONFIG)]
+        for file in files:
+            fsync_folder(file)  # a file's descriptor is synced the same way
+        write_json(temporary / META, {**meta, "step": step, "files": [file_record(f, temporary) for f in files]})
+        shutil.rmtree(path, ignore_errors=True)
+        temporary.rename(path)
+        fsync_folder(self.folder)
+        self._prune()
+
+    def _prune(self) -> None:
+        every = list_checkpoints(self.folder)
+        scored = sorted((i for i in every if i.acceptance is not None), key=lambda i: (i.acceptance, i.step))
+        kept = {info.step for info in [*every[-self.keep_last :], *scored[-self.keep_best :]]}
+        for info in every:
+            if info.step not in kept:
+                shutil.rmtree(info.path)

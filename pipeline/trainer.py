@@ -1,0 +1,394 @@
+"""Training of one drafter on one rank: the loop around the step, and everything that it writes.
+
+A run is a function of (cache, settings): step s of an interrupted run is step s of a straight one. The host waits for
+the device only at log points, validations and checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from data import settings
+from data.cache import Cache, cache_layout
+from data.errors import BadInput, Failure, Stopped
+from data.layout import Layout
+from data.manifest import State, fingerprint, publish
+from data.shaping import shaping
+from pipeline.batches import BatchPlan, BatchShape, Plan, fill
+from pipeline.checkpoint import CheckpointInfo, CheckpointWriter, choose, load_weights, newest_sound
+from pipeline.console import Progress, say
+from pipeline.drafter import Drafter, initialise
+from pipeline.graphs import Step
+from pipeline.head import TargetHead, load_head
+from pipeline.interchange import read_checkpoint
+from pipeline.job import Job
+from pipeline.loader import Loader, rank_share
+from pipeline.loss import LossRule
+from pipeline.metrics import Metrics, step_flops
+from pipeline.optimizer import Optimizer
+from pipeline.recipe import drafter_config
+from pipeline.validation import Walker, score_plans, summary
+
+
+def resolve_mode(train: settings.Train, device: torch.device) -> str:
+    if train.graphs != "auto":
+        if train.graphs == "whole" and device.type != "cuda":
+            raise BadInput("train.graphs: whole needs a CUDA device; use auto, compile or eager here")
+        return train.graphs
+    return "whole" if device.type == "cuda" else "eager"
+
+
+def resolve_dtype(train: settings.Train, device: torch.device) -> torch.dtype:
+    name = train.compute if train.compute != "auto" else "bfloat16" if device.type == "cuda" else "float32"
+    return getattr(torch, name)
+
+
+class Trainer:
+    """One rank of one drafter's training. `train()` runs it to its end, to a signal or to a failure."""
+
+    def __init__(self, run: settings.Run, name: str, work: Job, rank: int = 0, world: int = 1) -> None:
+        self.run, self.name, self.work, self.rank, self.world = run, name, work, rank, world
+        self.device = torch.device(work.device)
+        self.layout, self.settings = Layout.of(run), run.train_of(name)
+        self.cache = Cache.open(run)
+        self.config, self.mask_reason = drafter_config(run, name, self.cache)
+        self.rule = LossRule.of(self.settings.loss, self.config.block_size)
+        self.head = self._head()
+        held_out = self.cache.rows.validation
+        rows = np.flatnonzero(~held_out & (self.cache.rows.eligible > 0))
+        self.held_out = np.flatnonzero(held_out & (self.cache.rows.eligible > 0))
+        self.plan = Plan(self.cache, rows, self.settings, self.config.block_size, self.rule.plan_weights())
+        self.identity = fingerprint(
+            {"cache": self.cache.fingerprint, "settings": shaping(run, "train", name), "config": self.config.record()}
+        )
+
+    def _head(self) -> TargetHead:
+        head = load_head(cache_layout(self.run).head)
+        if head.embedding.shape[1] != self.cache.width or head.lm_head.shape[0] != self.cache.vocab_size:
+            raise BadInput(
+                f"{cache_layout(self.run).head}: head of {list(head.lm_head.shape)} does not fit a cache of width "
+                f"{self.cache.width} and vocabulary {self.cache.vocab_size}: run `draftmill extract` again"
+            )
+        return head.to(self.device, resolve_dtype(self.settings, self.device))
+
+    def build(self) -> None:
+        """Make the drafter, the optimizer and the step; nothing runs yet."""
+        train, own = self.settings, self.run.drafter(self.name)
+        drafter = Drafter(self.config)
+        initialise(drafter, train.seed)
+        if train.warm_start is not None:
+            self._warm_start(drafter, train.warm_start)
+        drafter.to(self.device)
+        self.optimizer = Optimizer(drafter.named_parameters(), train, self.plan.total_steps)
+        taps = self.cache.tap_indices(self.config.target_layer_ids, f"drafter `{self.name}`")
+        every = taps == tuple(range(len(self.cache.layer_ids)))
+        mode = resolve_mode(train, self.device)
+        dense = self.device.type != "cuda" or mode == "eager"
+        self.shape = BatchShape(
+            context=self.plan.context,
+            blocks=self.plan.blocks,
+            block_size=own.block_size,
+            states={name: (spec.shape, spec.dtype) for name, spec in self.cache.codec.arrays().items()},
+            windows=self._windows(),
+            teacher=self._teacher(),
+            tables=not dense,
+        )
+        self.step = Step(
+            drafter,
+            self.head,
+            self.cache.codec.to(self.device),
+            None if every else taps,
+            self.shape,
+            self.rule,
+            self.optimizer,
+            mode=mode,
+            dtype=resolve_dtype(train, self.device),
+            fp8=train.fp8,
+            noise=train.state_noise,
+        )
+        self.drafter = drafter
+
+    def _windows(self) -> tuple[int | None, ...]:
+        used = {kind == "sliding_attention" for kind in self.config.layer_types}
+        return tuple(self.config.sliding_window if sliding else None for sliding in sorted(used))
+
+    def _teacher(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+        if self.rule.kind not in ("kl", "tv"):
+            return {}
+        if not self.cache.teacher_specs:
+            raise BadInput(
+                f"train.loss.kind {self.rule.kind} needs a teacher in the cache: set extract.extras to [last_hidden] "
+                "or [top_k] and extract again"
+            )
+        return {name: (spec.shape, spec.dtype) for name, spec in self.cache.teacher_specs.items()}
+
+    def _warm_start(self, drafter: Drafter, source: str) -> None:
+        config, tensors = read_checkpoint(source)
+        theirs, ours = list(config.target_layer_ids), list(self.config.target_layer_ids)
+        if theirs != ours:
+            raise BadInput(f"train.warm_start: {source} reads layers {theirs}, drafter `{self.name}` reads {ours}")
+        load_weights(drafter, {name: tensor.float() for name, tensor in tensors.items()}, Path(source))
+        say(f"warm start from {source}")
+
+    def train(self) -> None:
+        """Train from the newest sound checkpoint, or from the start."""
+        self.build()
+        start = self._resume()
+        self._announce(start)
+        begun = time.monotonic()
+        self.step.prepare(self.settings.batches_per_step // self.world)
+        if self.step.mode != "eager":
+            say(f"compiled and captured in {time.monotonic() - begun:.1f} s: {len(self.step.graphs)} graphs")
+        loader = self._loader(start)
+        self.writer = CheckpointWriter(
+            self.layout.checkpoints(self.name), self.settings.keep_last, self.settings.keep_best
+        )
+        self.metrics = Metrics(self.layout.metrics(self.name), self.settings.loggers, self.layout.drafter(self.name))
+        self.metrics.rewind(start)
+        loader.start()
+        try:
+            self._loop(start, loader)
+        finally:
+            loader.close()
+            self.metrics.close()
+        self.writer.wait()
+
+    def _announce(self, start: int) -> None:
+        plan, states, blocks = self.plan, *self.plan.fill_shares()
+        count = sum(parameter.numel() for parameter in self.drafter.parameters())
+        say(f"drafter `{self.name}`: {count:,} parameters; {self.step.mode}, {self.step.dtype}; mask token {self.config.mask_token_id} ({self.mask_reason})")  # fmt: skip
+        say(f"{len(plan.rows)} rows, {len(self.held_out)} held out; {plan.total_steps} steps from {start}; "
+            f"S {plan.context} {100 * states:.0f} % full, A {plan.blocks} {100 * blocks:.0f} % full")  # fmt: skip
+        if not len(self.held_out):
+            say("no held-out row: validation is off and `best` is the last checkpoint")
+
+    def _loader(self, start: int) -> Loader:
+        per_step = self.settings.batches_per_step // self.world
+
+        def plans(index: int) -> BatchPlan:
+            step, micro = divmod(index, per_step)
+            return rank_share(self.plan.step(start + step), self.rank, self.world)[micro]
+
+        def write(plan: BatchPlan, views: dict[str, np.ndarray]) -> None:
+            fill(self.cache, self.shape, plan, views)
+
+        count = (self.plan.total_steps - start) * per_step
+        return Loader(self.shape, plans, count, write, self.device, self.settings.readers)
+
+    def _loop(self, start: int, loader: Loader) -> None:
+        train, total = self.settings, self.plan.total_steps
+        per_step = train.batches_per_step // self.world
+        self._clock(start, loader)
+        with Progress(total, f"train {self.name}", unit="steps", done=start) as bar:
+            for step in range(start, total):
+                for micro in range(per_step):
+                    loader.next_into(self.step.buffer)
+                    self.step.micro(micro == 0, micro == per_step - 1)
+                self.step.update()
+                done, last = step + 1, step + 1 == total
+                if done % train.log_every == 0 or last:
+                    bar.note = self._log(done, loader)
+                bar.advance(1)
+                self._save_or_stop(done, last)
+                if done % train.checkpoint_every == 0 or done % train.validate_every == 0:
+                    self._clock(done, loader)
+
+    def _save_or_stop(self, done: int, last: bool) -> None:
+        train = self.settings
+        stop = self._any_rank_stops() if not last else False
+        validate = last or done % train.validate_every == 0 or done % train.checkpoint_every == 0
+        validation = self._validate(done) if validate and not stop and len(self.held_out) else None
+        if stop or last or done % train.checkpoint_every == 0:
+            self._save(done, validation)
+        if stop:
+            self.writer.wait()
+            self.work.check_stop()
+            raise Stopped("another rank was asked to stop; the same command goes on from here")
+
+    def _any_rank_stops(self) -> bool:
+        """Whether any rank was asked to stop; over ranks they agree once a step, without a device sync when alone."""
+        if self.world == 1:
+            return self.work.stop_requested()
+        flag = torch.tensor([self.work.stop_requested()], dtype=torch.int32)
+        dist.all_reduce(flag, group=self.host_group)
+        return bool(flag.item())
+
+    def _clock(self, step: int, loader: Loader) -> None:
+        self._since, self._since_step, self._since_wait = time.perf_counter(), step, loader.waited
+
+    def _log(self, done: int, loader: Loader) -> str:
+        """Fetch the sums of the interval (the host waits here), look for bad numbers, write a line."""
+        sums = self.step.take_sums()
+        if self.world > 1:
+            for name in ("loss", "hits", "counts"):
+                dist.all_reduce(sums[name])
+        host = {name: value.cpu().numpy() for name, value in sums.items()}
+        self.work.beat()
+        self._refuse_bad_numbers()
+        seconds, steps = time.perf_counter() - self._since, max(done - self._since_step, 1)
+        interval = (done - 1) % self.settings.log_every + 1
+        line = {
+            "step": done,
+            "epoch": self.plan.place(done - 1)[0],
+            "loss": float(host["loss"]) / interval,
+            "grad_norm": float(host["norm"]) / interval,
+            "lr": float(self.optimizer.lr),
+            "accuracy": (host["hits"] / np.maximum(host["counts"], 1)).tolist(),
+            "seconds_per_step": seconds / steps,
+            "tokens_per_s": int(host["counts"].sum()) / interval * steps / seconds,
+            "tflops": step_flops(self.config, self.shape, self.settings.batches_per_step) * steps / seconds / 1e12,
+            "wait_share": (loader.waited - self._since_wait) / seconds,
+            "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if self.device.type == "cuda" else None,
+        }
+        if not math.isfinite(line["loss"]):
+            raise Failure(f"step {done}: the loss is {line['loss']} although gradients are finite")
+        if self.rank == 0:
+            self.metrics.write(line)
+        self._clock(done, loader)
+        slots = line["accuracy"]
+        return f"loss {line['loss']:.4f}, slot 1 {slots[0]:.2f}, {line['seconds_per_step'] * 1e3:.1f} ms/step"
+
+    def _refuse_bad_numbers(self) -> None:
+        bad = int(self.optimizer.bad)
+        if bad >= 0:
+            raise Failure(f"step {bad + 1}: {self._blame(bad)}; weights are those before it; the last checkpoint stays")
+
+    def _blame(self, bad: int) -> str:
+        """Run the step once more without graphs and name the rows and the first parameter with bad numbers."""
+        batches, rows, parameter = rank_share(self.plan.step(bad), self.rank, self.world), [], None
+        views = self.shape.host_views(np.empty(self.shape.offsets()[1], np.uint8))
+        for plan in batches:
+            for document in plan.documents or ():
+                fill(self.cache, self.shape, BatchPlan((document,), plan.scale, plan.noise_seed), views)
+                self.step.inputs_from(views)
+                self.step.run_micro(True, False)
+                broken = [n for n, p in self.drafter.named_parameters() if not torch.isfinite(p.grad).all()]
+                if broken:
+                    rows.append(self.cache.row_id(document.row))
+                    parameter = parameter or broken[0]
+        if not rows:
+            return "the gradient norm is not finite, although each row on its own gives finite gradients"
+        more = f" and {len(rows) - 5} more" if len(rows) > 5 else ""
+        return f"gradients are not finite from rows {rows[:5]}{more}, first in `{parameter}`"
+
+    def _validate(self, done: int) -> dict[str, Any]:
+        """Score and walk the held-out rows, each rank its share."""
+        begun = time.perf_counter()
+        plans = score_plans(self.cache, self.held_out, self.plan.context, self.plan.blocks, self.config.block_size)
+        walker = Walker(self.cache, self.config.block_size)
+        mine = plans[self.rank :: self.world]
+        scorer = Loader(
+            self.shape, mine.__getitem__, len(mine), lambda p, v: fill(self.cache, self.shape, p, v), self.device, 1
+        )
+        scorer.start()
+        try:
+            for plan in mine:
+                scorer.next_into(self.step.buffer)
+                self.step.score()
+                walker.add(plan, self.step.matches.cpu().numpy())
+        finally:
+            scorer.close()
+        blocks = walker.blocks()
+        if self.world > 1:
+            gathered: list[Any] = [None] * self.world
+            dist.all_gather_object(gathered, walker.rows, group=self.host_group)
+            walker.merge(gathered)
+            blocks = walker.blocks()
+        result = summary(blocks, self.config.block_size)
+        seconds = time.perf_counter() - begun
+        if self.rank == 0:
+            self.metrics.write({"step": done, "validation": result, "seconds": seconds})
+            acceptance, count = result["acceptance"], result["blocks"]
+            say(f"step {done}: validation acceptance {acceptance:.3f} over {count} blocks ({seconds:.1f} s)")
+        self.work.beat()
+        return result
+
+    def _save(self, done: int, validation: dict[str, Any] | None) -> None:
+        if self.rank == 0:
+            state = self.optimizer.tensors() | {f"sums.{n}": t for n, t in self.step.sums.items()}
+            meta = {"fingerprint": self.identity, "validation": validation, "total_steps": self.plan.total_steps}
+            self.writer.save(done, self.config, dict(self.drafter.named_parameters()), state, meta)
+
+    def _resume(self) -> int:
+        """Load the newest sound checkpoint of this very training; the step to go on from."""
+        for info, weights, state in newest_sound(self.layout.checkpoints(self.name)):
+            if info.meta.get("fingerprint") != self.identity:
+                raise BadInput(
+                    f"{info.path} belongs to other settings: `draftmill clean` it, or give the drafter a new name"
+                )
+            load_weights(self.drafter, weights, info.path)
+            self._load_state(info, state)
+            say(f"resuming from step {info.step}")
+            return info.step
+        return 0
+
+    def _load_state(self, info: CheckpointInfo, state: dict[str, Tensor]) -> None:
+        own = self.optimizer.tensors() | {f"sums.{n}": t for n, t in self.step.sums.items()}
+        if own.keys() != state.keys():
+            raise BadInput(f"{info.path}: optimizer state has other names: {sorted(own.keys() ^ state.keys())[:3]}")
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(state[name])
+        if self.step.narrow is not None:
+            self.step.narrow.refresh()
+
+    def manifest(self) -> dict[str, Any]:
+        """Body of `train.json`."""
+        folder = self.layout.checkpoints(self.name)
+        best, last = choose(folder, "best")[0], choose(folder, "last")[0]
+        return {
+            "fingerprint": self.identity,
+            "inputs": {"cache": self.cache.fingerprint},
+            "settings": json.loads(shaping(self.run, "train", self.name)),
+            "config": self.config.record(),
+            "mask_token": {"id": self.config.mask_token_id, "reason": self.mask_reason},
+            "target": self.cache.manifest["target"],
+            "template": self.cache.manifest["template"],
+            "codec": self.cache.manifest["codec"],
+            "steps": self.plan.total_steps,
+            "rows": {"train": len(self.plan.rows), "validation": len(self.held_out)},
+            "best": {"step": best.step, "validation": best.meta["validation"]},
+            "last": {"step": last.step, "validation": last.meta["validation"]},
+        }
+
+
+def train_drafter(run: settings.Run, name: str, work: Job, rank: int = 0, world: int = 1) -> None:
+    """Train a drafter to its manifest. Finished work of the same settings is left alone; of others is set aside."""
+    layout = Layout.of(run)
+    trainer = Trainer(run, name, work, rank, world)
+    state = State(layout.drafter(name) / "state.json")
+    manifest = layout.train_manifest(name)
+    if rank == 0:
+        _set_aside_old(layout, name, state, manifest, trainer.identity)
+        state.set("running", fingerprint=trainer.identity)
+    if world > 1:
+        trainer.host_group = dist.new_group(backend="gloo")
+        dist.barrier(group=trainer.host_group)
+    trainer.train()
+    if rank == 0:
+        publish(manifest, "drafter", trainer.manifest())
+        state.set("done", fingerprint=trainer.identity)
+
+
+def _set_aside_old(layout: Layout, name: str, state: State, manifest: Path, identity: str) -> None:
+    """Move finished or foreign work of this drafter out of the way; a running one of the same settings is resumed."""
+    before = state.read()
+    if not before or (before.get("status") == "running" and before.get("fingerprint") == identity):
+        return
+    if manifest.exists() and before.get("fingerprint") == identity:
+        manifest.unlink()
+    folder = layout.drafter(name)
+    attempt = 1
+    while (aside := folder.with_name(f".{name}.old-{attempt}")).exists():
+        attempt += 1
+    folder.rename(aside)
+    say(f"the earlier work of drafter `{name}` is set aside in {aside}")

@@ -1,0 +1,170 @@
+"""Time of one training step: forward, backward, clip, fp32-master optimizer, on random rows.
+
+    python -m tests.benchmarks.step --shape 8b [--fp8] [--modes whole,compile,eager] [--against specforge]
+
+Prints one table: milliseconds a step on the device (median of `--steps`), milliseconds that the host is busy, TFLOP/s
+of the matrix products, peak memory, seconds to the first step. Needs a CUDA device; `--shape tiny` runs on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from data.settings import Train
+from pipeline.batches import fill
+from pipeline.drafter import DrafterConfig
+from pipeline.graphs import Step
+from pipeline.metrics import step_flops
+from tests.synthetic import MemoryCache, make_step
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of FIGURES' two shapes, and a tiny one that checks the benchmark itself."""
+
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    vocab: int
+    context: int
+    anchors: int
+    rows: tuple[int, ...]
+
+
+SHAPES = {
+    "8b": Shape(4096, 32, 8, 128, 12288, 151936, 4096, 512, (2048, 2048)),
+    "small": Shape(576, 9, 3, 64, 1536, 49152, 2048, 256, (512, 512, 512, 512)),
+    "tiny": Shape(64, 4, 2, 16, 128, 512, 256, 32, (128, 128)),
+}
+
+
+def drafter_config(shape: Shape) -> DrafterConfig:
+    return DrafterConfig(
+        hidden_size=shape.width,
+        intermediate_size=shape.mlp,
+        num_layers=5,
+        num_heads=shape.heads,
+        num_kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        block_size=16,
+        mask_token_id=shape.vocab - 1,
+        target_layer_ids=(1, 9, 17, 25, 33),
+        num_target_layers=36,
+        vocab_size=shape.vocab,
+        max_position_embeddings=40960,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        rope_scaling=None,
+        layer_types=("full_attention",) * 5,
+        sliding_window=None,
+    )
+
+
+def train_settings(shape: Shape, **changes: Any) -> Train:
+    per_row = shape.anchors // len(shape.rows)
+    sizes = {"context_tokens": shape.context, "anchor_slots": shape.anchors, "anchors_per_row": per_row}
+    return Train(**{**sizes, "batches_per_step": 1, "epochs": 1, "graphs": "whole", **changes})
+
+
+def build(shape: Shape, mode: str, fp8: bool, device: str, codec: str = "bf16") -> tuple[Step, float]:
+    """A step with one batch in its inputs, warmed up and captured; and the seconds that took."""
+    rows = [length - 1 for length in shape.rows]
+    cache = MemoryCache(codec, 5, shape.width, shape.vocab, rows, prompt=200 if shape.context > 1024 else 8)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    step, plan = make_step(cache, drafter_config(shape), train_settings(shape), mode=mode, device=device, dtype=dtype,
+                           dense=device != "cuda", fp8=fp8)  # fmt: skip
+    views = step.shape.host_views(np.zeros(step.shape.offsets()[1], np.uint8))
+    fill(cache, step.shape, plan.step(0)[0], views)
+    step.inputs_from(views)
+    begun = time.perf_counter()
+    step.prepare(1, score=False)
+    synchronise(device)
+    return step, time.perf_counter() - begun
+
+
+def synchronise(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def measure(step: Step, steps: int, device: str) -> dict[str, float]:
+    """Medians over `steps` steps: `ms` between ends of steps on the device, `host_ms` until the host is free."""
+    for _ in range(3):
+        step.micro(True, True)
+        step.update()
+    synchronise(device)
+    host, walls = [], []
+    for _ in range(steps):
+        begun = time.perf_counter()
+        step.micro(True, True)
+        step.update()
+        host.append(time.perf_counter() - begun)
+        synchronise(device)
+        walls.append(time.perf_counter() - begun)
+    return {"ms": 1e3 * statistics.median(walls), "host_ms": 1e3 * statistics.median(host)}
+
+
+def ours(name: str, mode: str, fp8: bool, steps: int, device: str) -> dict[str, Any]:
+    shape = SHAPES[name]
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    step, first = build(shape, mode, fp8, device)
+    result = measure(step, steps, device)
+    flops = step_flops(step.drafter.config, step.shape, 1)
+    who = f"draftmill {mode}{' fp8' if fp8 else ''}"
+    memory = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
+    loss = float(step.take_sums()["loss"])
+    return {"who": who, "shape": name, **result, "tflops": flops / result["ms"] / 1e9, "gib": memory, "first_s": first,
+            "loss": loss}  # fmt: skip
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| who | shape | ms a step | host ms | TFLOP/s | peak GiB | first step s |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        lines.append(
+            f"| {row['who']} | {row['shape']} | {row['ms']:.1f} | {row['host_ms']:.2f} | {row['tflops']:.0f} | "
+            f"{row['gib']:.1f} | {row['first_s']:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--modes", default="whole", help="comma-separated: whole, compile, eager")
+    parser.add_argument("--fp8", action="store_true", help="float8 products too")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--against", choices=["specforge"])
+    parser.add_argument("--json", help="write the rows here too")
+    arguments = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows = []
+    for mode in arguments.modes.split(","):
+        for fp8 in (False, True) if arguments.fp8 else (False,):
+            rows.append(ours(arguments.shape, mode, fp8, arguments.steps, device))
+            print(rows[-1], flush=True)
+    if arguments.against:
+        from tests.benchmarks.specforge import measure_specforge
+
+        rows += measure_specforge(arguments.shape, arguments.steps)
+    print(table(rows))
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump(rows, file)
+
+
+if __name__ == "__main__":
+    main()

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Protocol
 
 import numpy as np
@@ -30,16 +31,20 @@ from pipeline.target import Target
 
 CHUNK = 128
 """Tokens a row in one prefill pass."""
+GROUP = 64
+"""Rows prefilled together, at most."""
 SPAN_STEP = 64
 """Visible positions are rounded up to a multiple of this."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids to continue, and the id that names them (and seeds their random numbers)."""
+    """Token ids to continue, the id that names them (and seeds their random numbers), and most new tokens, if they are
+    fewer than the call's."""
 
     id: str
     ids: Sequence[int]
+    limit: int | None = None
 
 
 @dataclass(frozen=True)
@@ -119,8 +124,8 @@ class Engine:
         replays = device.type == "cuda" and rope not in ("dynamic", "longrope")  # those read positions on the host
         capacity = _round_up(max_length + self.block_size + 1, SPAN_STEP)
         self.rows = Rows(batch_size, capacity, device)
-        self.group = max(1, min(batch_size // 8, 64))
-        self.steps = Steps(target, drafter, self.rows, (self.group, CHUNK), sampling, stop_ids, self.block_size)
+        self.group = max(1, min(batch_size // 8, GROUP))
+        self.steps = Steps(target, drafter, self.rows, self.group, sampling, stop_ids, self.block_size)
         self.step = self.steps.plain if drafter is None else self.steps.drafted
         fuse = (self.steps.target.decoder,) if drafter is None else (self.steps.target.decoder, drafter)
         self.graphs = Graphs(replays if graphs == "auto" else graphs, fuse)
@@ -161,7 +166,7 @@ class Engine:
     def _advance(self) -> None:
         """One step of all rows, then their lengths and flags on their way to the host."""
         span = self._span(max(self._lengths) + self.block_size)
-        self.graphs.run(("step", span), lambda: self.step(span), self.rows.idle)
+        self.graphs.run(("step", span), partial(self.step, span), self.rows.idle)
         self.counts.steps += 1
         self._status[0].copy_(self.rows.length[:-1], non_blocking=True)
         self._status[1].copy_(self.rows.active[:-1], non_blocking=True)
@@ -190,13 +195,14 @@ class Engine:
                 held[slot] = (prompt, len(prompt.ids))
                 self._lengths[slot] = len(prompt.ids) + 1
             self._load(group, slots, max_new_tokens)
-            self._prefill(max(len(prompt.ids) for prompt in group))
+            self._prefill(len(group), max(len(prompt.ids) for prompt in group))
 
     def _load(self, group: list[Prompt], slots: list[int], max_new_tokens: int) -> None:
         rows, device = self.rows, self.rows.ids.device
         where = slots + [rows.count] * (self.group - len(slots))
         lengths = [len(prompt.ids) for prompt in group]
-        limits = [min(length + max_new_tokens, self.max_length) for length in lengths]
+        room = [min(max_new_tokens, prompt.limit or max_new_tokens) for prompt in group]
+        limits = [min(length + new, self.max_length) for length, new in zip(lengths, room, strict=True)]
         facts = torch.tensor([slots, lengths, limits, [text_key(prompt.id) for prompt in group]]).to(device)
         ids = np.zeros((len(group), max(lengths)), dtype=np.int64)
         for row, prompt in zip(ids, group, strict=True):
@@ -207,11 +213,16 @@ class Engine:
         rows.active[at] = rows.limit[at] > rows.length[at]
         self.steps.slots.copy_(torch.tensor(where))
 
-    def _prefill(self, longest: int) -> None:
+    def _prefill(self, count: int, longest: int) -> None:
+        """Run the first `count` rows of the group. Graphs have one shape; without them nothing is padded far."""
+        fixed = self.graphs.enabled
+        count = self.group if fixed else count
         for start in range(0, longest, CHUNK):
-            span = self._span(start + CHUNK)
+            tokens = CHUNK if fixed else min(CHUNK, _round_up(longest - start, 16))
+            span = self._span(start + tokens)
             self.steps.start.fill_(start)
-            self.graphs.run(("prefill", span), lambda span=span: self.steps.prefill(span), self.rows.idle)
+            work = partial(self.steps.prefill, span, count, tokens)
+            self.graphs.run(("prefill", span), work, self.rows.idle)
             self.counts.prefills += 1
         self.steps.begin()
 

@@ -3,7 +3,7 @@
 Invariant of a decoding row of length L: its tokens 0..L-1 are known; the target's cache holds 0..L-2 and the drafter's
 context the states of 0..L-2; token L-1 is the *anchor* of the next block.
 
-Shapes: R rows, P rows prefilled together, C tokens a prefill chunk, B block slots, S positions, K taps, H width.
+Shapes: R rows, C tokens a prefill chunk, B block slots, S positions, K taps, H width.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class Steps:
         target: Target,
         drafter: Drafter | None,
         rows: Rows,
-        chunk: tuple[int, int],
+        group: int,
         plan: Sampling,
         stops: Sequence[int],
         block_size: int,
@@ -195,23 +195,22 @@ class Steps:
         self.drafter = None if drafter is None else DraftPass(drafter, rows.count, rows.capacity, block_size)
         self.stops = torch.tensor(list(stops) or [-1], device=device)
         self.all = torch.arange(rows.count, device=device)
-        self.group, self.chunk = chunk
-        self.slots = torch.full((self.group,), rows.count, device=device)
+        self.slots = torch.full((group,), rows.count, device=device)
         self.start = torch.zeros((), dtype=torch.int64, device=device)
-        self.ends = torch.zeros(self.group, target.width, dtype=target.dtype, device=device)
+        self.ends = torch.zeros(group, target.width, dtype=target.dtype, device=device)
 
-    def prefill(self, span: int) -> None:
-        """Run tokens start..start+C-1 of the rows in `slots`, keeping the state of each row's last token in `ends`."""
-        rows, C = self.rows, self.chunk
-        positions = self.start + torch.arange(C, device=self.all.device)
-        positions = positions.clamp_max(rows.capacity - 1).expand(self.group, C)
-        hidden, taps = self.target(rows.ids[self.slots[:, None], positions], positions, span, self.slots)
+    def prefill(self, span: int, count: int, tokens: int) -> None:
+        """Run tokens start..start+C-1 of the first `count` rows in `slots`; each row's last state goes to `ends`."""
+        rows, slots, ends = self.rows, self.slots[:count], self.ends[:count]
+        positions = self.start + torch.arange(tokens, device=slots.device)
+        positions = positions.clamp_max(rows.capacity - 1).expand(count, tokens)
+        hidden, taps = self.target(rows.ids[slots[:, None], positions], positions, span, slots)
         if self.drafter is not None:
-            self.drafter.learn(taps, positions, self.slots)
-        last = rows.length[self.slots] - 1 - self.start
-        here = ((last >= 0) & (last < C))[:, None]
-        found = hidden[torch.arange(self.group, device=last.device), last.clamp(0, C - 1)]
-        self.ends.copy_(torch.where(here, found, self.ends))
+            self.drafter.learn(taps, positions, slots)
+        last = rows.length[slots] - 1 - self.start
+        here = ((last >= 0) & (last < tokens))[:, None]
+        found = hidden[torch.arange(count, device=slots.device), last.clamp(0, tokens - 1)]
+        ends.copy_(torch.where(here, found, ends))
 
     def begin(self) -> None:
         """First token of the rows in `slots`, from `ends`."""

@@ -1,0 +1,310 @@
+"""Where rows come from: files, compressed files, folders, saved data sets and the hub, read as a stream.
+
+JSON lines travel undecoded, so that decoding them is the work of whoever prepares them.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import importlib
+import io
+import json
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from data.conversations import Rejected
+from data.errors import BadInput
+from data.manifest import crc32c
+from data.settings import Source
+
+ROWS_PER_CHUNK = 2000
+"""Rows that are prepared, and resumed, together. A change makes unfinished work start over."""
+BYTES_PER_CHUNK = 16 << 20
+"""Text after which a chunk is closed early: bounds memory when rows are long."""
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv", ".txt")
+BLOCK = 1 << 20
+
+Raw = bytes | dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive rows of one file. `number` counts chunks over the whole input, `first` is the first row's number."""
+
+    number: int
+    source: int
+    name: str
+    first: int
+    rows: list[Raw]
+
+
+def label(source: Source) -> str:
+    """How a source is called in tables and messages."""
+    return source.path or f"{source.hub}/{source.subset or 'default'}/{source.split}"
+
+
+def chunks(sources: Iterable[Source], cache: Path, rows_per_chunk: int = ROWS_PER_CHUNK) -> Iterator[Chunk]:
+    """All rows of all sources, in order, in chunks. `cache`: folder for downloads of hub data sets.
+
+    Raises BadInput for what cannot be read.
+    """
+    number = 0
+    for index, source in enumerate(sources):
+        left = source.limit
+        for name, rows in files_of(source, cache):
+            first = 0
+            for group in grouped(islice(rows, left), rows_per_chunk):
+                yield Chunk(number, index, name, first, group)
+                number += 1
+                first += len(group)
+            left = None if left is None else left - first
+            if left == 0:
+                break
+
+
+def grouped(rows: Iterable[Raw], size: int) -> Iterator[list[Raw]]:
+    group: list[Raw] = []
+    weight = 0
+    for row in rows:
+        group.append(row)
+        weight += len(row) if isinstance(row, bytes) else 0
+        if len(group) == size or weight >= BYTES_PER_CHUNK:
+            yield group
+            group, weight = [], 0
+    if group:
+        yield group
+
+
+def decode(row: Raw) -> Any:
+    """A raw row as Python values.
+
+    Raises Rejected when it is not JSON or not UTF-8.
+    """
+    if not isinstance(row, bytes):
+        return row
+    try:
+        return json.loads(row.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise Rejected("not_utf8", str(error)[:120]) from None
+    except (ValueError, RecursionError) as error:
+        raise Rejected("not_json", str(error)[:120]) from None
+
+
+def files_of(source: Source, cache: Path) -> Iterator[tuple[str, Iterator[Raw]]]:
+    """Names and rows of the files of a source."""
+    if source.hub is not None:
+        yield label(source), hub_rows(source, cache)
+        return
+    path = Path(source.path or "")
+    if is_saved_dataset(path):
+        yield str(path), saved_rows(path, source.split)
+        return
+    for file in data_files(path):
+        yield str(file), file_rows(file)
+
+
+def data_files(path: Path) -> list[Path]:
+    """The file itself, or the data files below a folder in the order of their names.
+
+    Raises BadInput when there is none.
+    """
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise BadInput(f"{path} does not exist: correct data.train's path (paths are relative to where you run)")
+    files = sorted(file for file in path.rglob("*") if file.is_file() and plain_suffix(file) in SUFFIXES)
+    if not files:
+        raise BadInput(f"{path}: no data files in this folder; known kinds: {', '.join(SUFFIXES)}, also .gz and .zst")
+    return files
+
+
+def plain_suffix(path: Path) -> str:
+    """Suffix without that of the compression."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in (".gz", ".zst"):
+        suffixes.pop()
+    return suffixes[-1] if suffixes else ""
+
+
+def file_rows(path: Path) -> Iterator[Raw]:
+    """Rows of one file, by its suffix.
+
+    Raises BadInput for an unknown suffix and for damaged files.
+    """
+    readers = {
+        ".jsonl": line_rows,
+        ".ndjson": line_rows,
+        ".json": json_rows,
+        ".parquet": parquet_rows,
+        ".csv": csv_rows,
+        ".tsv": csv_rows,
+        ".txt": text_rows,
+    }
+    reader = readers.get(plain_suffix(path))
+    if reader is None:
+        raise BadInput(f"{path}: unknown kind of file; known: {', '.join(SUFFIXES)}, also compressed as .gz or .zst")
+    try:
+        yield from reader(path)
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
+        raise BadInput(f"{path}: cannot be read to its end ({error}): repair or replace the file") from None
+
+
+def opened(path: Path) -> BinaryIO:
+    """The file's bytes, decompressed."""
+    suffix = path.suffix.lower()
+    if suffix == ".gz":
+        return gzip.open(path, "rb")  # type: ignore[return-value]
+    if suffix == ".zst":
+        return zstd_open(path)
+    return path.open("rb")
+
+
+def zstd_open(path: Path) -> BinaryIO:
+    try:
+        zstandard = importlib.import_module("zstandard")
+    except ImportError:
+        raise BadInput(f"{path}: .zst files need the extra: pip install -e '.[zstd]'") from None
+    return io.BufferedReader(zstandard.open(path, "rb"), BLOCK)
+
+
+def line_rows(path: Path) -> Iterator[bytes]:
+    """Lines that are not blank, without a byte-order mark."""
+    with opened(path) as file:
+        for number, line in enumerate(file):
+            if number == 0:
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            line = line.strip()
+            if line:
+                yield line
+
+
+def text_rows(path: Path) -> Iterator[Raw]:
+    """One text row a line."""
+    for line in line_rows(path):
+        yield {"text": line.decode("utf-8")}
+
+
+def json_rows(path: Path) -> Iterator[Raw]:
+    """Elements of a JSON array, rows of an object that wraps one, or JSON lines under a `.json` name."""
+    with opened(path) as file:
+        head = file.read(BLOCK).removeprefix(b"\xef\xbb\xbf").lstrip()
+    if head[:1] == b"[" and not first_line_is_json(head):
+        yield from array_rows(path)
+    elif first_line_is_json(head):
+        yield from line_rows(path)
+    else:
+        yield from wrapped_rows(path)
+
+
+def first_line_is_json(head: bytes) -> bool:
+    line, _, rest = head.partition(b"\n")
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return bool(rest.strip()) or line.startswith(b"{")
+
+
+def array_rows(path: Path) -> Iterator[Raw]:
+    """Elements of one big JSON array, decoded one by one so that memory stays flat."""
+    decoder = json.JSONDecoder()
+    with io.TextIOWrapper(opened(path), encoding="utf-8-sig") as file:
+        text = file.read(BLOCK).lstrip()[1:]
+        while True:
+            text = text.lstrip().removeprefix(",").lstrip()
+            if text.startswith("]"):
+                return
+            try:
+                value, end = decoder.raw_decode(text)
+                complete = end < len(text)
+            except ValueError as error:
+                complete, value, end, problem = False, None, 0, error
+            if complete:
+                yield value if isinstance(value, dict) else json.dumps(value).encode()
+                text = text[end:]
+            elif more := file.read(max(BLOCK, len(text))):
+                text += more
+            else:
+                raise BadInput(f"{path}: the JSON array is cut or broken ({problem}): repair or replace the file")
+
+
+def wrapped_rows(path: Path) -> Iterator[Raw]:
+    """Rows of `{"data": [...]}` and the like: an object with exactly one list of objects."""
+    with opened(path) as file:
+        try:
+            body = json.load(file)
+        except (ValueError, RecursionError) as error:
+            raise BadInput(
+                f"{path}: not JSON ({error}): repair the file, or name it .jsonl if a line is a row"
+            ) from None
+    lists = [value for value in body.values() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    if len(lists) == 1 and "messages" not in body and "conversations" not in body:
+        yield from lists[0]
+    else:
+        yield body
+
+
+def parquet_rows(path: Path) -> Iterator[Raw]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if path.suffix.lower() != ".parquet":
+        raise BadInput(f"{path}: a compressed Parquet file: decompress it first (Parquet compresses by itself)")
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(1024):
+                yield from batch.to_pylist()
+    except pa.ArrowException as error:
+        raise BadInput(f"{path}: not a readable Parquet file ({error}): repair or replace it") from None
+
+
+def csv_rows(path: Path) -> Iterator[Raw]:
+    """Rows of a table with a header line; empty cells are absent fields."""
+    csv.field_size_limit(1 << 30)
+    delimiter = "\t" if plain_suffix(path) == ".tsv" else ","
+    with io.TextIOWrapper(opened(path), encoding="utf-8-sig", newline="") as file:
+        for row in csv.DictReader(file, delimiter=delimiter):
+            yield {key: value for key, value in row.items() if key is not None and value not in (None, "")}
+
+
+def is_saved_dataset(path: Path) -> bool:
+    """Whether `datasets` saved this folder (`save_to_disk`)."""
+    return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
+
+
+def saved_rows(path: Path, split: str) -> Iterator[Raw]:
+    from datasets import DatasetDict, load_from_disk
+
+    data = load_from_disk(str(path))
+    if isinstance(data, DatasetDict):
+        if split not in data:
+            raise BadInput(f"{path}: no split `{split}`; it has: {', '.join(data)}: set the source's `split`")
+        data = data[split]
+    yield from data
+
+
+def hub_rows(source: Source, cache: Path) -> Iterator[Raw]:
+    """Rows of a hub data set; downloads stay inside the run's root."""
+    from datasets import load_dataset
+
+    try:
+        yield from load_dataset(
+            source.hub, source.subset, split=source.split, streaming=source.streaming, cache_dir=str(cache)
+        )
+    except (OSError, ValueError) as error:
+        raise BadInput(f"data set {label(source)}: {' '.join(str(error).split())[:300]}") from None
+
+
+def source_record(source: Source) -> dict[str, Any]:
+    """What identifies a source's content: sizes and checksums of its files, or the hub's names."""
+    if source.hub is not None:
+        return {"hub": source.hub, "subset": source.subset, "split": source.split, "limit": source.limit}
+    path = Path(source.path or "")
+    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else data_files(path)
+    sums = [{"name": file.name, "bytes": file.stat().st_size, "crc32c": crc32c(file)} for file in files]
+    return {"files": sums, "split": source.split, "format": source.format, "limit": source.limit}

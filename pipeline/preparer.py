@@ -1,0 +1,238 @@
+"""Raw rows in, token rows or prompts out, and a reason for each row that is left behind."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from data.conversations import Conversation, Rejected, detect, digest, normalise, row_id, with_system
+from data.settings import Data
+from data.sources import Chunk, decode
+from data.tokens import stable_hash
+from pipeline.template import Rendered, Template, template_of
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A row that is used. `row_id` is its own or its content's digest; `pieces` are its token rows, none before it is
+    answered; `prompt_tokens` is the length of its first prompt."""
+
+    row_id: str
+    own_id: bool
+    conversation: Conversation
+    format: str
+    pieces: tuple[Rendered, ...]
+    prompt_tokens: int
+    notes: tuple[str, ...]
+
+    def content_hash(self) -> int:
+        return stable_hash(digest(self.conversation.content()))
+
+    def prompt_hash(self) -> int:
+        """Equal for rows that ask the same; a row without messages is its own prompt."""
+        prompt = self.conversation.prompt_messages()
+        return stable_hash(digest(prompt)) if prompt else self.content_hash()
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A row that is not used: `place` is file and row number, `row_id` its id or, without one, its place."""
+
+    row_id: str
+    place: str
+    reason: str
+    detail: str
+
+
+class Preparer:
+    """Prepares rows for one tokenizer under one run's `data` settings.
+
+    `benchmarks`: prompt keys (`prompt_key`) of evaluation sets by name, to count contamination.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, settings: Data, benchmarks: Mapping[str, frozenset[int]] | None = None
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.benchmarks = dict(benchmarks or {})
+        self.vocabulary = len(tokenizer)
+
+    @cached_property
+    def template(self) -> Template:
+        return template_of(self.tokenizer, self.settings.template_arguments)
+
+    def chunk(self, chunk: Chunk, wanted: str = "auto") -> tuple[list[Kept], list[Dropped]]:
+        """All rows of a chunk, each either kept or dropped. `wanted`: the source's format."""
+        kept, dropped = [], []
+        for at, raw in enumerate(chunk.rows, chunk.first):
+            record: Any = None
+            try:
+                record = decode(raw)
+                kept.append(self.row(record, wanted))
+            except Rejected as error:
+                place = f"{chunk.name}:{at + 1}"
+                dropped.append(Dropped(known_id(record) or place, place, error.reason, error.detail))
+        return kept, dropped
+
+    def row(self, record: Any, wanted: str = "auto") -> Kept:
+        """One decoded row.
+
+        Raises Rejected.
+        """
+        own = normalise(record, wanted)
+        conversation = with_system(own, self.settings.system_prompt)
+        if self.settings.responses == "regenerate":
+            pieces, prompt_tokens, notes = (), self.first_prompt(conversation), ()
+        else:
+            pieces, notes = self.answered(conversation)
+            prompt_tokens = int(np.argmax(pieces[0].supervised))
+        notes += self.contamination(conversation)
+        row_id = own.row_id if own.row_id is not None else digest(own.content())
+        name = detect(record) if wanted == "auto" else wanted
+        return Kept(row_id, own.row_id is not None, own, name, tuple(pieces), prompt_tokens, notes)
+
+    def first_prompt(self, conversation: Conversation) -> int:
+        """Tokens of the first prompt that the target will answer.
+
+        Raises Rejected when there is none, or when it leaves no room for an answer.
+        """
+        asked = first_question(conversation)
+        length = len(self.template.prompt(asked, conversation.tools))
+        self.require_room(length)
+        return length
+
+    def require_room(self, prompt_tokens: int) -> None:
+        if prompt_tokens + self.settings.min_supervised > self.settings.max_length:
+            raise Rejected("too_long", f"the prompt alone has {prompt_tokens} tokens")
+
+    def answered(self, conversation: Conversation) -> tuple[list[Rendered], tuple[str, ...]]:
+        """Token rows of a row that brings its answers, and what to count about it.
+
+        Raises Rejected when not one of them is usable.
+        """
+        rows, notes = self.rendered(conversation)
+        usable, problem = [], Rejected("no_answer")
+        for row in rows:
+            try:
+                usable.append(self.fitted(row))
+            except Rejected as error:
+                problem = error
+        if not usable:
+            raise problem
+        counted = [note for row in usable for note in row.notes]
+        counted += ["answer_not_used"] * (len(rows) - len(usable))
+        return usable, (*notes, *counted)
+
+    def rendered(self, conversation: Conversation) -> tuple[list[Rendered], tuple[str, ...]]:
+        if conversation.token_ids is not None:
+            return [self.from_ids(conversation)], ()
+        if conversation.text is not None:
+            ids = np.asarray(self.tokenizer.encode(conversation.text), np.int32)
+            return [Rendered(ids, np.ones(len(ids), bool), self.ends(ids))], ()
+        messages, notes = up_to_last_answer(conversation)
+        if conversation.response_ids is not None and not notes:
+            return [self.with_ids(conversation)], ()
+        ended = conversation.finished is not False
+        rows = self.template.rows(messages, conversation.tools, self.settings.supervise, ended)
+        return rows, notes
+
+    def from_ids(self, conversation: Conversation) -> Rendered:
+        ids = self.in_vocabulary(conversation.token_ids or ())
+        given = conversation.supervised
+        mask = np.ones(len(ids), bool) if given is None else np.asarray(given, bool)
+        ended = conversation.finished if conversation.finished is not None else self.ends(ids)
+        return Rendered(ids, mask, ended)
+
+    def with_ids(self, conversation: Conversation) -> Rendered:
+        """The last answer's own ids after its rendered prompt."""
+        answer = self.in_vocabulary(conversation.response_ids or ())
+        if not len(answer):
+            raise Rejected("empty_answer", "response_ids is empty")
+        ended = self.ends(answer) if conversation.finished is None else conversation.finished
+        notes: tuple[str, ...] = ()
+        if ended and not self.ends(answer):
+            answer = np.append(answer, np.int32(self.template.end_of_turn()))
+            notes = ("end_of_turn_added",)
+        row = self.template.continued(
+            conversation.messages[:-1], answer, conversation.tools, self.settings.supervise, ended
+        )
+        return replace(row, notes=notes)
+
+    def in_vocabulary(self, ids: Iterable[int]) -> np.ndarray:
+        array = np.asarray(tuple(ids), np.int64)
+        if len(array) and array.max() >= self.vocabulary:
+            raise Rejected("token_out_of_range", f"id {array.max()}, the tokenizer knows {self.vocabulary}")
+        return array.astype(np.int32)
+
+    def ends(self, ids: np.ndarray) -> bool:
+        """Whether ids end in a token that can end a turn."""
+        return bool(len(ids)) and int(ids[-1]) in self.template_specials
+
+    @cached_property
+    def template_specials(self) -> frozenset[int]:
+        return frozenset(self.tokenizer.all_special_ids)
+
+    def fitted(self, row: Rendered) -> Rendered:
+        """The row cut at `max_length`.
+
+        Raises Rejected when what is left teaches nothing.
+        """
+        limit = self.settings.max_length
+        if len(row.ids) > limit:
+            row = replace(
+                row, ids=row.ids[:limit], supervised=row.supervised[:limit], finished=False, notes=(*row.notes, "cut")
+            )
+        count = int(row.supervised.sum())
+        if not (row.supervised[1:] & row.supervised[:-1]).any():
+            raise Rejected("too_long" if "cut" in row.notes else "too_few_supervised", f"{count} supervised tokens")
+        if count < self.settings.min_supervised:
+            raise Rejected("too_few_supervised", f"{count} supervised tokens")
+        return row
+
+    def contamination(self, conversation: Conversation) -> tuple[str, ...]:
+        """A note for each benchmark that asks what a user asks here."""
+        if not self.benchmarks:
+            return ()
+        keys = {prompt_key(message["content"]) for message in conversation.messages if message["role"] == "user"}
+        return tuple(f"in_benchmark:{name}" for name, known in self.benchmarks.items() if keys & known)
+
+
+def prompt_key(text: str) -> int:
+    """Equal for prompts that differ in case, spacing and punctuation only."""
+    return stable_hash(re.sub(r"\W+", " ", text).strip().lower())
+
+
+def first_question(conversation: Conversation) -> tuple[dict[str, Any], ...]:
+    """Messages before the first answer that is to be given.
+
+    Raises Rejected when nothing is asked.
+    """
+    messages = conversation.messages
+    at = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
+    if not any(message["role"] == "user" for message in messages[:at]):
+        raise Rejected("nothing_to_answer")
+    return messages[:at]
+
+
+def up_to_last_answer(conversation: Conversation) -> tuple[tuple[dict[str, Any], ...], tuple[str, ...]]:
+    """Messages without what follows the last answer, and a note when something did.
+
+    Raises Rejected when nothing is answered.
+    """
+    messages = conversation.messages
+    end = max((i + 1 for i, message in enumerate(messages) if message["role"] == "assistant"), default=0)
+    if not end:
+        raise Rejected("no_answer")
+    return messages[:end], () if end == len(messages) else ("turns_after_last_answer",)
+
+
+def known_id(record: Any) -> str | None:
+    """The id of a row that could not be used, if it can be told."""
+    return row_id(record) if isinstance(record, Mapping) else None

@@ -1,0 +1,419 @@
+"""Chat templates: prompts as the target is served them, and rows whose supervised mask is verified, not guessed.
+
+An answer is supervised where all of this holds: the conversation rendered up to the answer, with the generation prompt,
+is how the text rendered with the answer begins; the answer's own text is in what follows; a special token ends it; and
+tokens before it are those that the prompt alone has. A template that rewrites history (drops thinking of earlier
+turns, say) makes earlier answers rows of their own. `{% generation %}` marks are used where the template has them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+from jinja2.exceptions import TemplateError
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from data.conversations import Rejected
+from data.errors import BadInput
+
+Supervise = Literal["all", "last", "none-of-thinking"]
+Messages = Sequence[Mapping[str, Any]]
+
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+THINKING = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|channel|>analysis<|message|>", "<|end|>"),
+)
+"""How targets open and close their thinking."""
+CHANNEL = THINKING[-1][0]
+"""Opening that prompts never end with."""
+OURS = {"tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "padding",
+        "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+        "sanitize_control_tokens", "conversation", "messages"}  # fmt: skip
+"""Names that `template_arguments` may not use."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A row: `ids` int32 [T], `supervised` bool [T]; `finished`: it ends in an end of turn; `notes`: what to count.
+
+    `turn` is the number of the answer that it was cut for when a template rewrites history, None for the whole row.
+    """
+
+    ids: np.ndarray
+    supervised: np.ndarray
+    finished: bool
+    turn: int | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Text rendered up to and with an answer; the answer with its end of turn is `text[start:end]`.
+
+    `body` is where the end of turn begins; `number` counts the answers of a conversation from 0.
+    """
+
+    text: str
+    start: int
+    body: int
+    end: int
+    number: int
+
+
+class Template:
+    """A tokenizer's chat template with its arguments.
+
+    Raises BadInput when there is none, or when an argument's name is taken.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any] | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.arguments = dict(arguments or {})
+        if not tokenizer.chat_template:
+            raise BadInput(
+                f"target {tokenizer.name_or_path}: its tokenizer has no chat template; take an instruction-tuned one, "
+                "or bring rows as `text` or `token_ids`"
+            )
+        if taken := OURS & set(self.arguments):
+            raise BadInput(f"data.template_arguments: `{min(taken)}` is set by draftmill; remove it")
+        self.backend = getattr(tokenizer, "backend_tokenizer", None)
+        added = tokenizer.added_tokens_decoder
+        specials = {id_: token.content for id_, token in added.items() if token.special}
+        if tokenizer.eos_token_id is not None:
+            specials[tokenizer.eos_token_id] = tokenizer.eos_token
+        self.special_ids = frozenset(specials)
+        longest_first = sorted(specials.values(), key=len, reverse=True)
+        self.special_text = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._tails: dict[str, list[int]] = {}
+
+    @property
+    def source(self) -> str:
+        """The Jinja text in use."""
+        return self.tokenizer.get_chat_template()
+
+    def text(self, messages: Messages, tools: Sequence[Any] = (), prompt: bool = False) -> str:
+        """Rendered conversation, with the generation prompt if `prompt`.
+
+        Raises Rejected with the template's own words when it refuses.
+        """
+        return self._render(messages, tools, prompt, marks=False)[0]
+
+    def _render(
+        self, messages: Messages, tools: Sequence[Any], prompt: bool, marks: bool
+    ) -> tuple[str, list[tuple[int, int]]]:
+        values = {**self.tokenizer.special_tokens_map, **self.arguments}
+        try:
+            texts, spans = render_jinja_template(
+                [list(messages)],
+                tools=list(tools) or None,
+                chat_template=self.tokenizer.get_chat_template(tools=list(tools) or None),
+                return_assistant_tokens_mask=marks,
+                add_generation_prompt=prompt,
+                **values,
+            )
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            raise Rejected("template_error", " ".join(str(error).split())[:200]) from None
+        return texts[0], spans[0] if spans else []
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of rendered text; nothing is added, since the template prints what it wants at the start."""
+        if self.backend is None:
+            return self.tokenizer.encode(text, add_special_tokens=False)
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def prompt(self, messages: Messages, tools: Sequence[Any] = ()) -> list[int]:
+        """Ids that the target is given to answer `messages`."""
+        return self.encode(self.text(messages, tools, prompt=True))
+
+    def end_of_turn(self) -> int:
+        """Id that ends an answer.
+
+        Raises BadInput when the template does not end answers with a special token.
+        """
+        probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        try:
+            answer = self.answers(probe)[-1]
+        except Rejected as error:
+            raise BadInput(f"chat template of {self.tokenizer.name_or_path}: {error}") from None
+        return self.encode(answer.text[answer.body : answer.end])[-1]
+
+    def rows(
+        self, messages: Messages, tools: Sequence[Any] = (), supervise: Supervise = "all", finished: bool = True
+    ) -> list[Rendered]:
+        """Rows of a conversation that ends in an answer: one, or more where the template rewrites history.
+
+        `finished` False: the last answer was cut off; the row then ends in its last token.
+        Raises Rejected when a mask cannot be derived.
+        """
+        if not messages or messages[-1]["role"] != "assistant":
+            raise Rejected("no_answer")
+        answers = self.answers(messages, tools, last=supervise == "last")
+        rows = []
+        for group in grouped(answers):
+            last = group[-1]
+            ended = finished or last.number != answers[-1].number
+            text = last.text[: last.end if ended else last.body]
+            spans = [(a.start, a.end if a is not last or ended else a.body) for a in group]
+            if supervise == "none-of-thinking":
+                spans = [piece for span in spans for piece in without_thinking(text, *span)]
+            ids, mask = self.masked(text, spans)
+            notes = self.notes(messages, answers) if last is answers[-1] else ("history_rewritten",)
+            rows.append(Rendered(ids, mask, ended, None if last is answers[-1] else last.number, notes))
+        return rows
+
+    def continued(
+        self, messages: Messages, answer: np.ndarray, tools: Sequence[Any], supervise: Supervise, finished: bool
+    ) -> Rendered:
+        """The row in which `messages` are answered by ids that are used as they are, int32 [N].
+
+        Earlier answers are supervised too under `all`, where the prompt leaves them as they were.
+        """
+        prompt = self.text(messages, tools, prompt=True)
+        earlier = []
+        if supervise != "last" and any(message["role"] == "assistant" for message in messages):
+            last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+            found = self.answers(messages[: last + 1], tools)
+            earlier = [(a.start, a.end) for a in found if prompt.startswith(a.text[: a.end])]
+            if supervise == "none-of-thinking":
+                earlier = [piece for span in earlier for piece in without_thinking(prompt, *span)]
+        ids, mask = self.masked(prompt, earlier)
+        own = np.ones(len(answer), bool) if supervise != "none-of-thinking" else self.not_thinking(answer)
+        return Rendered(np.concatenate([ids, answer]).astype(np.int32), np.concatenate([mask, own]), finished)
+
+    def not_thinking(self, answer: np.ndarray) -> np.ndarray:
+        """Mask bool [N] of answer ids that are not thinking.
+
+        Raises Rejected when a token holds both.
+        """
+        ends = [len(self.decode(answer[: n + 1].tolist())) for n in range(len(answer))]
+        text = self.decode(answer.tolist())
+        spans = without_thinking(text, 0, len(text))
+        starts = [0, *ends[:-1]]
+        if any(a < edge < b for a, b in zip(starts, ends, strict=True) for span in spans for edge in span):
+            raise Rejected("thinking_open", "a token holds the end of thinking and the begin of the answer")
+        return np.array([any(a <= s and e <= b for a, b in spans) for s, e in zip(starts, ends, strict=True)], bool)
+
+    def answers(self, messages: Messages, tools: Sequence[Any] = (), last: bool = False) -> list[Answer]:
+        """Answers of a conversation (only the last one if `last`), each located and checked.
+
+        Raises Rejected.
+        """
+        places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if not places:
+            raise Rejected("no_answer")
+        if GENERATION.search(self.source):
+            found = self._marked(messages, tools, places)
+        else:
+            found = [self._located(messages, tools, i, number) for number, i in enumerate(places)]
+        require_rendered(messages[: places[-1]], found[-1].text)
+        return found[-1:] if last else found
+
+    def _located(self, messages: Messages, tools: Sequence[Any], place: int, number: int) -> Answer:
+        before = self.text(messages[:place], tools, prompt=True)
+        text = self.text(messages[: place + 1], tools)
+        if not text.startswith(before):
+            raise Rejected("prompt_not_prefix", f"answer {number}: ...{before[-60:]!r}")
+        require_answer(messages[place], text[len(before) :])
+        body, end = self._end_of_turn(text, len(before), len(text))
+        return Answer(text, len(before), body, end, number)
+
+    def _end_of_turn(self, text: str, start: int, stop: int) -> tuple[int, int]:
+        """Where the end-of-turn token of the answer `text[start:stop]` begins and ends."""
+        marks = list(self.special_text.finditer(text, start, stop))
+        if not marks or text[marks[-1].end() : stop].strip():
+            raise Rejected("no_end_of_turn", repr(text[start:stop][-60:]))
+        end = marks[-1]
+        if any(mark[0] == end[0] for mark in marks[:-1]):
+            raise Rejected("end_inside_answer", end[0])
+        return end.start(), end.end()
+
+    def _marked(self, messages: Messages, tools: Sequence[Any], places: list[int]) -> list[Answer]:
+        """Answers as the template's own `{% generation %}` marks give them, with their end of turn."""
+        text, spans = self._render(messages, tools, prompt=False, marks=True)
+        spans = [span for span in spans if text[slice(*span)].strip()]
+        if len(spans) != len(places):
+            raise Rejected("answer_not_rendered", f"{len(places)} answers, {len(spans)} marked by the template")
+        found = []
+        for number, ((start, stop), place) in enumerate(zip(spans, places, strict=True)):
+            require_answer(messages[place], text[start:stop])
+            follows = self.special_text.match(text, stop)
+            marked_end = re.search(rf"(?:{self.special_text.pattern})\s*\Z", text[start:stop])
+            found.append(
+                Answer(
+                    text,
+                    start,
+                    *self._end_of_turn(text, start, stop if marked_end or not follows else follows.end()),
+                    number,
+                )
+            )
+        return found
+
+    def notes(self, messages: Messages, answers: list[Answer]) -> tuple[str, ...]:
+        """Losses that do not spoil a row but are counted."""
+        text = answers[-1].text
+        lost = (m.get("reasoning_content", "").strip() not in text for m in messages[-1:])
+        return ("reasoning_not_rendered",) if any(lost) else ()
+
+    def masked(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+        """Ids int32 [T] of a text and the mask bool [T] of the tokens in `spans` (start, end in characters).
+
+        Tokens before a span are those that the text up to it has alone: that is what the target is served.
+        Raises Rejected when text cannot be cut there.
+        """
+        if self.backend is not None:
+            encoding = self.backend.encode(text, add_special_tokens=False)
+            ids, mask = encoding.ids, np.zeros(len(encoding.ids), bool)
+            for start, end in spans:
+                first, last = encoding.char_to_token(start), encoding.char_to_token(end - 1)
+                if first is None or last is None or not self._clean_cut(text, encoding, first, start):
+                    break
+                mask[first : last + 1] = True
+            else:
+                return np.asarray(ids, np.int32), mask
+        return self._cut(text, spans)
+
+    def _clean_cut(self, text: str, encoding: Any, first: int, start: int) -> bool:
+        """Whether token `first` begins at `start` and the tokens before it are the prompt's own.
+
+        Special tokens are cut out before anything else is split, so only text since the last of them needs a look.
+        """
+        if encoding.token_to_chars(first)[0] != start:
+            return False
+        ids = encoding.ids
+        at = first - 1
+        while at >= 0 and ids[at] not in self.special_ids:
+            at -= 1
+        tail = text[encoding.token_to_chars(at)[0] if at >= 0 else 0 : start]
+        known = self._tails.get(tail)
+        if known is None:
+            known = self.encode(tail)
+            if len(self._tails) < 1000:
+                self._tails[tail] = known
+        return ids[max(at, 0) : first] == known
+
+    def _cut(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+        """Encode the pieces between spans and the spans themselves one by one."""
+        ids: list[int] = []
+        mask: list[bool] = []
+        edges = sorted({0, len(text), *(edge for span in spans for edge in span)})
+        for start, end in pairwise(edges):
+            piece = self.encode(text[start:end])
+            ids += piece
+            mask += [any(a <= start and end <= b for a, b in spans)] * len(piece)
+        if self.decode(ids) != self.decode(self.encode(text)):
+            raise Rejected("boundary", "encoding prompt and answer one by one gives another text")
+        return np.asarray(ids, np.int32), np.asarray(mask, bool)
+
+    def decode(self, ids: Sequence[int], specials: bool = True) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=not specials, clean_up_tokenization_spaces=False)
+
+    def record(self) -> dict[str, Any]:
+        """What shaped the ids: hashes of template and tokenizer, and the arguments."""
+        return {
+            "template": sha256(self.source),
+            "tokenizer": tokenizer_hash(self.tokenizer),
+            "arguments": self.arguments,
+        }
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 of all that turns text into ids."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return sha256(backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True))
+
+
+def sha256(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def grouped(answers: list[Answer]) -> list[list[Answer]]:
+    """Answers that fit into one row together: those that the later rendering leaves as they were."""
+    groups: list[list[Answer]] = []
+    for answer in reversed(answers):
+        home = next((g for g in reversed(groups) if g[-1].text.startswith(answer.text[: answer.end])), None)
+        if home is None:
+            groups.append([answer])
+        else:
+            home.insert(0, answer)
+    return groups[::-1]
+
+
+def require_rendered(messages: Messages, text: str) -> None:
+    """Refuse a template that loses what users, tools or the system said."""
+    for message in messages:
+        content = message["content"].strip()
+        if message["role"] == "assistant" or content in text:
+            continue
+        if json.dumps(content)[1:-1] in text or json.dumps(content, ensure_ascii=False)[1:-1] in text:
+            continue
+        raise Rejected("content_not_rendered", f"{message['role']}: {content[:60]!r}")
+
+
+def require_answer(message: Mapping[str, Any], rendered: str) -> None:
+    """Refuse a template that loses the answer: its text after any thinking, or the names of its tool calls."""
+    content = message["content"]
+    for _, close in THINKING:
+        content = content.rpartition(close)[2]
+    names = [call["function"]["name"] for call in message.get("tool_calls", ())]
+    for wanted in (content.strip(), *names):
+        if wanted not in rendered:
+            raise Rejected("answer_not_rendered", repr(wanted[:60]))
+
+
+def without_thinking(text: str, start: int, end: int) -> list[tuple[int, int]]:
+    """`text[start:end]` without its thinking, as spans; thinking that the prompt has opened ends at the first close."""
+    pieces, at = [], start
+    while at < end:
+        found = [(text.find(opening, at, end), close) for opening, close in THINKING]
+        where, close = min((place for place in found if place[0] >= 0), default=(end, ""))
+        opened_before = [text.find(close, at, where) for opening, close in THINKING if opening != CHANNEL]
+        if at == start and (early := max(opened_before)) >= 0:
+            at = early + next(len(close) for _, close in THINKING if text.startswith(close, early))
+            continue
+        if where > at:
+            pieces.append((at, where))
+        closed = text.find(close, where, end)
+        at = end if closed < 0 else closed + len(close)
+    return pieces
+
+
+_templates: dict[tuple[int, str], Template] = {}
+
+
+def template_of(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> Template:
+    """The template of a tokenizer, made once for the same arguments."""
+    key = (id(tokenizer), json.dumps(arguments, sort_keys=True, default=str))
+    if key not in _templates or _templates[key].tokenizer is not tokenizer:
+        _templates[key] = Template(tokenizer, arguments)
+    return _templates[key]
+
+
+def render_prompt(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, arguments: Mapping[str, Any], tools: Sequence[Any] = ()
+) -> list[int]:
+    """Ids that the target is given to answer `messages`: one BOS at most, the generation prompt at the end."""
+    return template_of(tokenizer, arguments).prompt(messages, tools)
+
+
+def render_row(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, arguments: Mapping[str, Any], supervise: Supervise = "all"
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ids int32 [T] and supervised mask bool [T] of the row that ends in the last answer."""
+    row = template_of(tokenizer, arguments).rows(messages, supervise=supervise)[-1]
+    return row.ids, row.supervised
+
+
+def template_record(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Hashes of template and tokenizer, and the arguments: what manifests keep."""
+    return template_of(tokenizer, arguments).record()

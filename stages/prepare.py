@@ -1,0 +1,329 @@
+"""Conversations in; counted, supervised token rows out, or prompts when the target is to answer them.
+
+Two passes, so that memory stays flat. Chunks of the sources are prepared by several processes, each into a file of its
+own; then every part is gathered from those files in hash order and published. Interrupted, the same command goes on
+from the chunks that are there.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain, islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import click
+
+from data.errors import BadInput, Failure
+from data.layout import Layout
+from data.manifest import State, file_record, fingerprint, publish, read_json, write_bytes
+from data.settings import Run, Source, load_run
+from data.shaping import shaping
+
+
+@click.command("prepare")
+@click.argument("run_file", type=click.Path())
+@click.option(
+    "--show", type=click.IntRange(min=1), metavar="N", help="Print N rows, supervised text coloured; write nothing."
+)
+def command(run_file: str, show: int | None) -> None:
+    """Read conversations, render them, mark what is supervised, split and count them."""
+    run = load_run(run_file)
+    if show is not None:
+        show_rows(run, show)
+        return
+    from pipeline.job import job
+
+    with job(run, "prepare") as work:
+        Preparation(run).make(work.check_stop)
+
+
+class Preparation:
+    """The stage at work on one run."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.layout = Layout.of(run)
+        self.parts = run.extract.parts
+        self.folder = self.layout.prompts(0).parent
+        self.spills = self.folder / ".chunks"
+        self.state = State(self.folder / "state.json")
+        self.keep = run.data.responses == "keep"
+
+    def make(self, check_stop: Any) -> None:
+        from data.sources import source_record
+        from pipeline.console import say
+        from pipeline.workers import start
+
+        preparer = start(self.run, benchmark_keys(self.run))
+        self.shape = {
+            "settings": json.loads(shaping(self.run, "prepare")),
+            "sources": [source_record(source) for source in self.sources],
+            "tokenizer": template_or_tokenizer(preparer),
+        }
+        self.wanted = fingerprint(self.shape)
+        if all(self.current(part) for part in range(self.parts)):
+            say("prepare: all parts are there and current")
+            self.state.set("done", wanted=self.wanted)
+            return
+        self.begin()
+        paths = self.prepare_chunks(check_stop)
+        self.publish_parts(paths, preparer, check_stop)
+        shutil.rmtree(self.spills)
+        self.state.set("done", wanted=self.wanted)
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        held_out = self.run.data.validation
+        return self.run.data.train + (held_out if isinstance(held_out, tuple) else ())
+
+    def current(self, part: int) -> bool:
+        """Whether a part's manifests are there and made from what this run says."""
+        manifests = [self.layout.prompts(part)] + [self.layout.tokens(part)] * self.keep
+        return all(
+            path.exists() and read_json(path, "delete it and prepare again").get("made_from") == self.wanted
+            for path in manifests
+        )
+
+    def begin(self) -> None:
+        """Resume work that was made from the same input; set anything else aside."""
+        known = self.state.read()
+        if known.get("status") != "running" or known.get("wanted") != self.wanted:
+            shutil.rmtree(self.spills, ignore_errors=True)
+        self.state.set("running", wanted=self.wanted)
+        for part in range(self.parts):
+            if not self.current(part):
+                self.layout.prompts(part).unlink(missing_ok=True)
+                if self.keep:
+                    self.layout.tokens(part).unlink(missing_ok=True)
+
+    def prepare_chunks(self, check_stop: Any) -> list[Path]:
+        """First pass: spill files of all chunks, in the order of the input."""
+        from data.sources import chunks
+        from pipeline.console import Progress
+        from pipeline.workers import SMALL, Workers, prepare_chunk, processes
+
+        held_out = self.run.data.validation
+        cache = self.layout.folder.parent / ".datasets"
+        stream = chunks(self.sources, cache)
+        head = list(islice(stream, 3))
+        rows = sum(len(chunk.rows) for chunk in head)
+        if not rows:
+            raise BadInput(f"{', '.join(map(label_of, self.sources))}: no rows; correct data.train")
+        paths: list[Path] = []
+
+        def tasks() -> Iterator[tuple[Any, ...]]:
+            for chunk in chain(head, stream):
+                check_stop()
+                path = self.spills / f"{chunk.number:06d}.arrow"
+                paths.append(path)
+                if not path.exists():
+                    own = chunk.source >= len(self.run.data.train)
+                    share = held_out if isinstance(held_out, float) else own
+                    yield chunk, path, self.sources[chunk.source].format, share
+
+        count = 0 if rows <= SMALL and len(head) < 3 else processes()
+        with (
+            Workers(self.run, benchmark_keys(self.run), count) as workers,
+            Progress(self.expected(head), "prepare", unit="rows") as bar,
+        ):
+            for done in workers.run(prepare_chunk, tasks()):
+                bar.advance(done)
+        return paths
+
+    def expected(self, head: list[Any]) -> int:
+        """Rows to come, guessed from the first chunks and the size of plain JSON lines; exact for small inputs."""
+        rows = sum(len(chunk.rows) for chunk in head)
+        weight = sum(len(row) + 1 for chunk in head for row in chunk.rows if isinstance(row, bytes))
+        files = [Path(source.path) for source in self.sources if source.path]
+        size = sum(file.stat().st_size for file in files if file.is_file() and file.suffix == ".jsonl")
+        return max(rows, round(rows * size / weight)) if weight and len(head) == 3 else rows
+
+    def publish_parts(self, paths: list[Path], preparer: Any, check_stop: Any) -> None:
+        """Second pass: tables and manifests of all parts, after the account has been checked as a whole."""
+        from data.accounting import Accounting
+        from data.parts import write_part
+        from data.spill import place
+        from pipeline.console import say
+
+        share = self.run.data.validation if isinstance(self.run.data.validation, float) else 0.0
+        placed = place(paths, self.parts, share, self.run.data.duplicates == "drop")
+        self.check_account(paths, placed)
+        total = Accounting()
+        for part in range(self.parts):
+            check_stop()
+            table, tokens = self.layout.prompts(part).with_suffix(".parquet"), None
+            if self.keep:
+                tokens = self.layout.tokens(part).with_suffix(".parquet")
+            account, digests = write_part(paths, placed, part, self.parts, table, tokens)
+            total.add(account)
+            for kind, digest in digests.items():
+                self.publish_part(kind, part, account, digest, preparer)
+        repeats = {
+            "same_content": placed.same_content,
+            "same_prompt": placed.same_prompt,
+            "validation_prompts_trained_on": placed.trained_prompt,
+        }
+        publish(
+            self.folder / "accounting.json",
+            "accounting",
+            {**total.body(), "repeats": repeats, "made_from": self.wanted},
+        )
+        for line in total.lines():
+            say(line)
+        say("repeats: " + ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in repeats.items()))
+        for name, ids in total.contaminated.items():
+            say(f"contamination: {len(ids)} rows ask what benchmark `{name}` asks, first: {', '.join(ids[:3])}")
+
+    def publish_part(self, kind: str, part: int, account: Any, digest: str, preparer: Any) -> None:
+        path = getattr(self.layout, kind)(part)
+        body = {
+            **account.body(),
+            "fingerprint": fingerprint({"made_from": self.wanted, "digest": digest}),
+            "made_from": self.wanted,
+            "digest": digest,
+            "files": [file_record(path.with_suffix(".parquet"), path.parent)],
+            "inputs": {"settings": self.wanted},
+            **self.shape["tokenizer"],
+        }
+        if kind == "tokens":
+            body["example"] = example(path.with_suffix(".parquet"), preparer)
+        publish(path, kind, body)
+
+    def check_account(self, paths: list[Path], placed: Any) -> None:
+        """List dropped rows, and refuse to go on when nothing or too little is left."""
+        from data.parts import dropped_rows
+        from data.spill import read_spill
+        from pipeline.console import say
+
+        reasons: Counter[str] = Counter()
+        formats: Counter[tuple[str, str]] = Counter()
+        lines = []
+        for row in dropped_rows(paths, placed, self.parts):
+            reasons[row["reason"]] += 1
+            lines.append(json.dumps(row, ensure_ascii=True, sort_keys=True))
+        kept = sum(int((chunk.part >= 0).sum()) for chunk in placed.chunks)
+        for path in paths:
+            report = read_spill(path)[1]
+            formats.update({(report["name"], name): count for name, count in report["formats"].items()})
+        for (name, form), count in formats.items():
+            say(f"{name}: {count} rows of format {form}")
+        listed = self.folder / "dropped.jsonl"
+        write_bytes(listed, "".join(f"{line}\n" for line in lines).encode())
+        dropped, limit = sum(reasons.values()), self.run.data.max_dropped
+        why = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common(4))
+        if not kept and set(reasons) == {"too_long"}:
+            raise BadInput(
+                f"data.max_length {self.run.data.max_length} is shorter than every prompt: raise it ({listed})"
+            )
+        if not kept:
+            raise BadInput(
+                f"{label_of(self.sources[0])}: not one row of {dropped} is usable: {why}; each is listed in {listed}"
+            )
+        if dropped > limit * (kept + dropped):
+            raise Failure(
+                f"{dropped} of {kept + dropped} rows dropped, more than data.max_dropped {limit:g}: {why}; "
+                f"each is listed in {listed}"
+            )
+
+
+def label_of(source: Source) -> str:
+    from data.sources import label
+
+    return label(source)
+
+
+def benchmark_keys(run: Run) -> dict[str, frozenset[int]]:
+    """Keys of the prompts of each benchmark that lies in a file, to find them among the training rows."""
+    from data.conversations import Rejected, normalise
+    from data.sources import data_files, decode, file_rows
+    from pipeline.preparer import prompt_key
+
+    keys: dict[str, frozenset[int]] = {}
+    for name, benchmark in run.eval.benchmarks.items():
+        if benchmark.path is None:
+            continue
+        found = set()
+        for row in chain.from_iterable(map(file_rows, data_files(Path(benchmark.path)))):
+            try:
+                messages = normalise(decode(row)).messages
+            except Rejected as error:
+                raise BadInput(f"{benchmark.path}: benchmark `{name}` has an unusable row: {error}") from None
+            found |= {prompt_key(message["content"]) for message in messages if message["role"] == "user"}
+        keys[name] = frozenset(found)
+    return keys
+
+
+def template_or_tokenizer(preparer: Any) -> dict[str, Any]:
+    """Hashes of what turns text into ids; a tokenizer without template serves rows of text and ids."""
+    from pipeline.template import tokenizer_hash
+
+    if preparer.tokenizer.chat_template:
+        return preparer.template.record()
+    return {"template": None, "tokenizer": tokenizer_hash(preparer.tokenizer), "arguments": {}}
+
+
+def example(path: Path, preparer: Any) -> dict[str, Any] | None:
+    """The first row of a part as text, in pieces of (text, supervised)."""
+    from data.tokens import read_tokens
+
+    row = next(read_tokens(path), None)
+    return None if row is None else {"row_id": row.row_id, "pieces": pieces(row.token_ids, row.supervised, preparer)}
+
+
+def pieces(ids: Any, supervised: Any, preparer: Any) -> list[tuple[str, bool]]:
+    """Decoded runs of equal supervision."""
+    import numpy as np
+
+    edges = [0, *(np.flatnonzero(np.diff(supervised)) + 1).tolist(), len(ids)]
+    decode = preparer.tokenizer.decode
+    return [
+        (decode(ids[a:b].tolist(), clean_up_tokenization_spaces=False), bool(supervised[a]))
+        for a, b in pairwise(edges)
+        if a < b
+    ]
+
+
+def show_rows(run: Run, count: int) -> None:
+    """Print the first rows as the target sees them: supervised text green, everything else grey."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from data.conversations import Rejected
+    from data.sources import chunks, decode
+    from pipeline.workers import start
+
+    preparer = start(run, {})
+    console = Console()
+    left = count
+    for chunk in chunks(run.data.train, Layout.of(run).folder.parent / ".datasets", rows_per_chunk=count):
+        for at, raw in enumerate(chunk.rows, chunk.first):
+            place = f"{chunk.name}:{at + 1}"
+            try:
+                row = preparer.row(decode(raw), run.data.train[chunk.source].format)
+            except Rejected as error:
+                console.print(Text(f"--- {place}: dropped, {error}", style="red"))
+            else:
+                for piece in row.pieces or (None,):
+                    console.print(Text(f"--- {place}: {row.row_id} ({row.format})", style="bold"))
+                    console.print(shown(row, piece, preparer))
+            left -= 1
+            if not left:
+                return
+
+
+def shown(row: Any, piece: Any, preparer: Any) -> Any:
+    from rich.text import Text
+
+    if piece is None:
+        from pipeline.preparer import first_question
+
+        asked = first_question(row.conversation)
+        return Text(preparer.template.text(asked, row.conversation.tools, prompt=True), style="bright_black")
+    text = Text()
+    for part, supervised in pieces(piece.ids, piece.supervised, preparer):
+        text.append(part, style="green" if supervised else "bright_black")
+    return text

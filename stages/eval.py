@@ -1,0 +1,346 @@
+"""What a drafter is worth: acceptance, losslessness, speed.
+
+`eval/<name>/<benchmark>.json` per benchmark (its fields: `pipeline/evaluation.py`), `manifest.json` last. Numbers of
+another block size or of fewer prompts than the run file says go to a folder of their own (`base+block8+limit16`), and
+so do others' drafters and servers. Interrupted, the same command goes on with the benchmarks that are missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import click
+
+from data.benchmarks import BenchmarkPrompt, load_benchmark
+from data.errors import BadInput
+from data.layout import Layout
+from data.manifest import State, file_record, fingerprint, publish, read_json, read_manifest, write_json
+from data.settings import Run, Server, load_run
+from data.shaping import shaping
+
+if TYPE_CHECKING:
+    from pipeline.evaluation import Evaluation, Subject
+    from pipeline.job import Job
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for."""
+
+    drafters: tuple[str, ...]
+    drafter_path: str | None = None
+    checkpoint: str | None = None
+    block_size: int | None = None
+    limit: int | None = None
+    benchmarks: tuple[str, ...] = ()
+    server: str | None = None
+    model: str | None = None
+
+    @property
+    def suffix(self) -> str:
+        parts = {"block": self.block_size, "limit": self.limit, "": self.checkpoint}
+        return "".join(f"+{name}{value}" for name, value in parts.items() if value is not None)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One drafter's folder under `eval/`, its checkpoints, and what fingerprints its numbers."""
+
+    name: str
+    checkpoints: tuple[tuple[str, Path], ...]
+    inputs: Mapping[str, str]
+    trained: Mapping[str, Any] | None
+    """Body of train.json; None for others' drafters."""
+    validations: Mapping[str, Any] = field(default_factory=dict)
+
+
+@click.command("eval")
+@click.argument("run_file", type=click.Path())
+@click.option("--drafter", metavar="NAME", help="One drafter of the run; all of them when omitted.")
+@click.option("--drafter-path", metavar="DIR", help="A DFlash checkpoint (z-lab's form or an export) instead.")
+@click.option("--checkpoint", metavar="WHICH", help="best, last, all or step-N instead of the run file's choice.")
+@click.option("--benchmark", "benchmarks", multiple=True, metavar="NAME", help="Only this benchmark; may be repeated.")
+@click.option("--block-size", type=click.IntRange(min=2), help="Tokens a block, at most as many as trained.")
+@click.option(
+    "--limit", type=click.IntRange(min=1), metavar="N", help="First N prompts of each benchmark: a quick look."
+)
+@click.option("--server", metavar="URL", help="Ask an OpenAI-compatible server and read its own acceptance counters.")
+@click.option("--model", metavar="NAME", help="With --server: the model to ask for.")
+def command(run_file: str, drafter: str | None, **options: Any) -> None:
+    """Measure acceptance, losslessness and speed of trained drafters."""
+    run = load_run(run_file)
+    if drafter is not None:
+        run.drafter(drafter)
+    request = Request((drafter,) if drafter else tuple(run.drafters), **options)
+    benchmarks = read_benchmarks(run, request)
+    if request.server is not None:
+        serve(run, request, benchmarks)
+        return
+    plans = list(planned(run, request))
+    from pipeline.job import job
+
+    with job(run, "eval", label=label(request), gpus=run.target.gpus) as work:
+        evaluate(run, request, benchmarks, plans, work)
+
+
+def label(request: Request) -> str:
+    if request.drafter_path is not None:
+        return path_name(request.drafter_path)
+    return request.drafters[0] if len(request.drafters) == 1 else ""
+
+
+def path_name(folder: str) -> str:
+    """Name of somebody else's drafter: the last two parts of its path or hub id."""
+    return "path-" + "--".join(part for part in Path(folder).parts[-2:] if part not in ("/", ".", ".."))
+
+
+def read_benchmarks(run: Run, request: Request) -> dict[str, list[BenchmarkPrompt]]:
+    """The prompts, read before anything heavy starts."""
+    settings = run.eval.benchmarks
+    if not settings:
+        raise BadInput("the run file names no `eval.benchmarks`: add one, for example `gsm8k: {preset: gsm8k}`")
+    unknown = [name for name in request.benchmarks if name not in settings]
+    if unknown:
+        raise BadInput(f"no benchmark `{unknown[0]}` in this run; it has: {', '.join(settings)}")
+    names = request.benchmarks or tuple(settings)
+    return {name: load_benchmark(name, settings[name], request.limit) for name in names}
+
+
+def planned(run: Run, request: Request) -> Iterator[Plan]:
+    """What is to be measured; lacking checkpoints are said here, before the device is taken."""
+    from pipeline.checkpoint import choose
+
+    if request.drafter_path is not None:
+        name = path_name(request.drafter_path)
+        yield Plan(name + request.suffix, (("", Path(request.drafter_path)),), {"path": request.drafter_path}, None)
+        return
+    layout = Layout.of(run)
+    for drafter in request.drafters:
+        trained = read_manifest(layout.train_manifest(drafter), "drafter")
+        chosen = choose(layout.checkpoints(drafter), request.checkpoint or run.eval.checkpoints)
+        yield Plan(
+            drafter + request.suffix,
+            tuple((info.path.name, info.path) for info in chosen),
+            {"drafter": trained["fingerprint"], "checkpoints": ",".join(info.path.name for info in chosen)},
+            trained,
+            {info.path.name: info.meta.get("validation") for info in chosen},
+        )
+
+
+def evaluate(
+    run: Run, request: Request, benchmarks: dict[str, list[BenchmarkPrompt]], plans: Sequence[Plan], work: Job
+) -> None:
+    """Measure every plan with one copy of the target in memory."""
+    import torch
+
+    from pipeline.console import say
+    from pipeline.evaluation import Evaluation
+    from pipeline.target import load_target, target_record
+    from pipeline.template import template_record
+
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    target = load_target(run, work.device)
+    evaluation = Evaluation(run, target, benchmarks)
+    facts = {
+        "target": target_record(run),
+        "template": template_record(target.tokenizer, dict(run.data.template_arguments)),
+    }
+    for plan in plans:
+        folder = Folder(run, plan, request, benchmarks)
+        warnings = folder.differences(facts)
+        for text in warnings:
+            say(f"warning: {text}")
+        for checkpoint, path in plan.checkpoints:
+            subject: Subject | None = None
+            for benchmark in benchmarks:
+                work.check_stop()
+                if folder.has(benchmark, checkpoint):
+                    continue
+                subject = subject or load_subject(run, plan, request, checkpoint, path, evaluation, warnings)
+                body = evaluation.measure(subject, benchmark)
+                body["record"] = evaluation.record(benchmark, facts["target"], facts["template"])
+                folder.write(body)
+                for line in lines(body):
+                    say(line)
+        folder.publish()
+
+
+def load_subject(
+    run: Run,
+    plan: Plan,
+    request: Request,
+    checkpoint: str,
+    path: Path,
+    evaluation: Evaluation,
+    warnings: Sequence[str],
+) -> Subject:
+    """A checkpoint's drafter, checked against the target."""
+    from pipeline.checkpoint import load_drafter
+    from pipeline.drafter import Drafter
+    from pipeline.evaluation import Subject, fit
+    from pipeline.interchange import read_checkpoint
+
+    target = evaluation.target
+    if plan.trained is not None:
+        drafter = load_drafter(path, target.device, target.dtype)
+    else:
+        config, tensors = read_checkpoint(str(path))
+        drafter = Drafter(config)
+        drafter.load_state_dict(tensors, strict=True)
+        drafter = drafter.to(target.device, target.dtype).eval().requires_grad_(False)
+    fit(drafter, target, str(path))
+    own = plan.trained is not None
+    return Subject(
+        plan.name,
+        checkpoint,
+        drafter,
+        request.block_size or drafter.config.block_size,
+        plan.validations.get(checkpoint),
+        run.data.max_length if own else None,
+        tuple(warnings),
+    )
+
+
+class Folder:
+    """`eval/<name>`: one file a benchmark and checkpoint, and the manifest."""
+
+    def __init__(
+        self, run: Run, plan: Plan, request: Request, benchmarks: Mapping[str, Sequence[BenchmarkPrompt]]
+    ) -> None:
+        self.plan, self.benchmarks = plan, benchmarks
+        layout = Layout.of(run)
+        self.path, self.manifest = layout.eval(plan.name), layout.eval_manifest(plan.name)
+        prompts = {name: [[prompt.id, prompt.turns] for prompt in prompts] for name, prompts in benchmarks.items()}
+        settings = shaping(run, "eval", plan.name)
+        self.identity = fingerprint([settings, dict(plan.inputs), request.block_size, request.limit, prompts])
+        state = State(self.path / "state.json")
+        self.resumed = state.read().get("status") == "running"
+        self.state = state
+        state.set("running", fingerprint=self.identity)
+
+    def file(self, benchmark: str, checkpoint: str) -> Path:
+        """`gsm8k.json`, or `gsm8k@step-000400.json` when several checkpoints are measured."""
+        several = len(self.plan.checkpoints) > 1
+        return self.path / (f"{benchmark}@{checkpoint}.json" if several else f"{benchmark}.json")
+
+    def has(self, benchmark: str, checkpoint: str) -> bool:
+        """True when an interrupted attempt has measured this already, with the same settings."""
+        path = self.file(benchmark, checkpoint)
+        return self.resumed and path.exists() and read_json(path, "delete it").get("fingerprint") == self.identity
+
+    def write(self, body: dict[str, Any]) -> None:
+        write_json(self.file(body["benchmark"], body["checkpoint"]), {**body, "fingerprint": self.identity})
+
+    def differences(self, facts: Mapping[str, Any]) -> list[str]:
+        from pipeline.evaluation import differences
+
+        trained = self.plan.trained or {}
+        return [
+            text for name in ("target", "template") for text in differences(trained.get(name) or {}, facts[name], name)
+        ]
+
+    def publish(self) -> None:
+        """The manifest: every file, and the numbers that tables are made of."""
+        pairs = [(benchmark, checkpoint) for checkpoint, _ in self.plan.checkpoints for benchmark in self.benchmarks]
+        files = [self.file(*pair) for pair in pairs]
+        bodies = [read_json(file, "run eval again") for file in files]
+        body = {
+            "fingerprint": self.identity,
+            "inputs": dict(self.plan.inputs),
+            "counts": {"files": len(files), "responses": sum(body["responses"] for body in bodies)},
+            "results": [result(body, file.name) for body, file in zip(bodies, files, strict=True)],
+            "files": [file_record(file, self.path) for file in files],
+        }
+        publish(self.manifest, "eval", body)
+        self.state.set("done", fingerprint=self.identity)
+
+
+def result(body: Mapping[str, Any], file: str) -> dict[str, Any]:
+    """What tables show of a benchmark's file."""
+    names = ("benchmark", "drafter", "checkpoint", "block_size", "prompts", "pooled", "per_response", "warnings")
+    speed = [{name: entry[name] for name in ("batch_size", "speedup")} for entry in body["speed"]]
+    verdict = body["lossless"]
+    ties = None if verdict is None else {name: verdict[name] for name in ("checked", "exact", "tie_count")}
+    return {"file": file, **{name: body[name] for name in names}, "speed": speed, "lossless": ties}
+
+
+def lines(body: Mapping[str, Any]) -> Iterator[str]:
+    """A benchmark's numbers for people."""
+    name = " ".join(part for part in (body["drafter"], body["checkpoint"]) if part)
+    pooled, response = body["pooled"], body["per_response"]
+    yield (
+        f"{body['benchmark']}, {name}: acceptance length {amount(pooled)} pooled, {amount(response)} per response "
+        f"(bonus counted, cut at stop; {body['prompts']} prompts, {body['blocks']} blocks of {body['block_size']})"
+    )
+    rates = " ".join("-" if rate is None else f"{rate:.2f}" for rate in body["per_slot"])
+    yield f"  per slot, given the slots before: {rates}"
+    if body["validation"] is not None:
+        rates = " ".join("-" if rate is None else f"{rate:.2f}" for rate in body["validation"]["per_slot"])
+        yield f"  validation walk, {body['validation']['acceptance']:.2f} pooled: {rates}"
+    for speed in body["speed"]:
+        yield (
+            f"  batch {speed['batch_size']}, {speed['prompts']} prompts: {speed['speedup'] or 0:.2f}x plain decoding "
+            f"({speed['drafted']['tokens_per_s'] or 0:.0f} against {speed['plain']['tokens_per_s'] or 0:.0f} tokens/s)"
+        )
+    verdict = body["lossless"]
+    if verdict is not None:
+        yield (
+            f"  lossless: {verdict['exact']} of {verdict['checked']} answers equal plain decoding's token for token, "
+            f"{verdict['tie_count']} ties decided by rounding, nothing else"
+        )
+    for text in body["warnings"]:
+        yield f"  warning: {text}"
+
+
+def amount(value: Mapping[str, float | None]) -> str:
+    if value["value"] is None:
+        return "-"
+    return f"{value['value']:.2f} [{value['low']:.2f}, {value['high']:.2f}]"
+
+
+def serve(run: Run, request: Request, benchmarks: Mapping[str, list[BenchmarkPrompt]]) -> None:
+    """Drive a server over the benchmarks; its numbers go to `eval/server-<host>`."""
+    from pipeline.console import say
+    from pipeline.evaluation import Conversations
+    from pipeline.job import job
+    from pipeline.sampling import Sampling
+    from pipeline.serving import Client
+    from pipeline.target import load_tokenizer
+
+    assert request.server is not None
+    settings = Server(url=request.server, model=request.model, concurrency=run.eval.batch_size)
+    name = "server-" + (urlsplit(request.server).netloc or request.server).replace(":", "-") + request.suffix
+    folder = Layout.of(run).eval(name)
+    with job(run, "eval", label=name) as work:
+        tokenizer, client = load_tokenizer(run), Client(settings)
+        plan = Sampling(run.eval.temperature, run.eval.top_p, run.eval.top_k, run.eval.seed)
+        for benchmark, prompts in benchmarks.items():
+            work.check_stop()
+            talk, before = Conversations(run, tokenizer, prompts), client.metrics()
+            seconds, tokens = 0.0, 0
+            for turn in range(talk.turns):
+                asked, groups = talk.ask(turn)
+                replies, took = client.run(asked, run.eval.max_new_tokens, plan)
+                seconds, tokens = seconds + took, tokens + sum(reply.tokens for reply in replies)
+                for group, reply in zip(groups, replies, strict=True):
+                    talk.reply(group, reply.text)
+            measured = client.metrics().since(before)
+            body = {
+                "benchmark": benchmark,
+                "server": request.server,
+                "model": client.model,
+                "prompts": len(prompts),
+                "tokens": tokens,
+                "seconds": seconds,
+                "tokens_per_s": tokens / seconds,
+                "concurrency": settings.concurrency,
+                "served": measured or None,
+            }
+            write_json(folder / f"{benchmark}.json", body)
+            told = f"{measured['acceptance']:.2f} ({measured['source']})" if measured else "not told by its metrics"
+            say(f"{benchmark}, {request.server}: acceptance length {told}; {body['tokens_per_s']:.0f} tokens/s")

@@ -19,8 +19,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-REFUSED = "refused"
-
 
 def main(consumer: str, jobs: list[dict[str, Any]]) -> dict[str, Any]:
     """Version of the consumer and one answer a job; `version` is None where it is not installed."""
@@ -28,10 +26,10 @@ def main(consumer: str, jobs: list[dict[str, Any]]) -> dict[str, Any]:
     if importlib.util.find_spec(package) is None:
         return {"version": None, "answers": []}
     run = {"dflash": _torch_model, "specforge": _torch_model, "speculators": _torch_model}.get(consumer, _config_only)
-    answers = []
+    answers: list[dict[str, Any]] = []
     for job in jobs:
         try:
-            answers.append(run(consumer, job))
+            answers.append({} if job["kind"] == "skip" else run(consumer, job))
         except Exception as error:  # whatever another program's loader raises is its answer
             answers.append({"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"})
     return {"version": importlib.metadata.version(package), "answers": answers}
@@ -43,8 +41,8 @@ def _torch_model(consumer: str, job: dict[str, Any]) -> dict[str, Any]:
         return _generate(model, job)
     compare = _speculators_logits if consumer == "speculators" else _flat_logits
     compare(model, Path(job["case"]), consumer)
-    tokens = model.block_size - 1
-    return {**{key: sorted(loading[key]) for key in ("missing_keys", "unexpected_keys")}, "drafted": tokens}
+    told = {key: sorted(loading[key]) for key in ("missing_keys", "unexpected_keys")}
+    return {**told, "drafted": model.block_size - 1, "note": loading.get("note", "")}
 
 
 def _load(consumer: str, folder: str) -> tuple[Any, dict[str, Any]]:
@@ -73,8 +71,12 @@ class _Plain:
         from transformers import PreTrainedModel
 
         model, loading = PreTrainedModel.from_pretrained.__func__(model_class, folder, config=config, **arguments)
-        model.load_verifier_weights()
-        return model.eval(), loading
+        try:
+            model.load_verifier_weights()
+            note = "" if model.lm_head.weight.isfinite().all() else "the target's LM head came out as NaN"
+        except Exception as error:  # a target that is not on this machine: the drafter itself is judged all the same
+            note = f"target's weights not loaded ({type(error).__name__})"
+        return model.eval(), {**loading, "note": note}
 
 
 def _flat_logits(model: Any, case: Path, consumer: str) -> None:
@@ -169,9 +171,12 @@ def _vllm(folder: str) -> dict[str, Any]:
     from vllm.model_executor.models.qwen3_dflash import _dflash_layer_causal
     from vllm.transformers_utils.config import get_config
     from vllm.transformers_utils.configs.eagle import EAGLEConfig
+    from vllm.transformers_utils.configs.speculators import SpeculatorsConfig
     from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
 
-    config = EAGLEConfig(get_config(folder, trust_remote_code=False), method="dflash", model_type="eagle")
+    config = get_config(folder, trust_remote_code=False)
+    if not isinstance(config, SpeculatorsConfig):
+        config = EAGLEConfig(config, method="dflash", model_type="eagle")
     speculative = SimpleNamespace(draft_model_config=SimpleNamespace(hf_config=config))
     return {
         "target_layer_ids": [layer - 1 for layer in get_eagle3_aux_layers_from_config(speculative)],

@@ -26,12 +26,14 @@ from torch.nn import functional as F
 from data.errors import Failure
 from pipeline import consumer_probe
 from pipeline.drafter import Drafter
+from pipeline.float8 import serve
 from pipeline.head import TargetHead
 from pipeline.interchange import Checkpoint, open_checkpoint
 from pipeline.interchange_config import SLIDING
 
-MODELS = ("speculators", "dflash", "specforge")
-CONFIGS = ("autoconfig", "vllm", "sglang")
+CONSUMERS = ("speculators", "dflash", "specforge", "autoconfig", "vllm", "sglang")
+FLAT_ONLY = ("dflash", "specforge", "autoconfig", "sglang")
+"""They read the flat keys of z-lab's form; speculators reads its own only, vLLM either."""
 HEAD_ROWS = 4096
 """Rows of the LM head that are compared, at most."""
 
@@ -59,7 +61,7 @@ def check_exports(
     folders: Sequence[Path],
     head: TargetHead | None = None,
     python: str = sys.executable,
-    consumers: Iterable[str] = (*MODELS, *CONFIGS),
+    consumers: Iterable[str] = CONSUMERS,
     tolerance: float = 0.0,
 ) -> dict[Path, list[Verdict]]:
     """Verdicts by folder, one process a consumer for all folders.
@@ -70,18 +72,22 @@ def check_exports(
     with tempfile.TemporaryDirectory() as scratch:
         cases = [Path(scratch) / f"{index}.safetensors" for index in range(len(exports))]
         expected = [make_case(export, head, case) for export, case in zip(exports, cases, strict=True)]
-        jobs = [
-            {"kind": "logits", "export": str(export.path.resolve()), "case": str(case)}
-            for export, case in zip(exports, cases, strict=True)
-        ]
         verdicts: dict[Path, list[Verdict]] = {export.path: [] for export in exports}
-        running = {name: _start(name, jobs, python, Path(scratch)) for name in consumers}
+        running = {
+            name: _start(name, [_job(name, e, c) for e, c in zip(exports, cases, strict=True)], python, Path(scratch))
+            for name in consumers
+        }
         for name, process in running.items():
             answer = _finish(process)
             for index, export in enumerate(exports):
                 found = _judge(name, answer, index, export, cases[index], expected[index], tolerance)
                 verdicts[export.path].append(found)
     return verdicts
+
+
+def _job(consumer: str, export: Checkpoint, case: Path) -> dict[str, Any]:
+    kind = "logits" if reads(consumer, export) else "skip"
+    return {"kind": kind, "export": str(export.path.resolve()), "case": str(case)}
 
 
 def ask(consumer: str, jobs: list[dict[str, Any]], python: str = sys.executable) -> dict[str, Any]:
@@ -105,6 +111,8 @@ def make_case(export: Checkpoint, head: TargetHead | None, path: Path) -> Tensor
     rows = head.lm_head[:HEAD_ROWS].contiguous()
     save_file({"taps": taps, "anchors": anchors, "blocks": blocks.contiguous(), "rows": rows}, path)
     drafter = export.drafter()
+    if "quantization_config" in export.raw:
+        serve(drafter)
     part = TargetHead(rows, rows, None, 1.0, export.target.logit_multiplier, export.target.softcap)
     with torch.no_grad():
         hidden = [block_hidden(drafter, taps[:a], block) for a, block in zip(anchors.tolist(), blocks, strict=True)]
@@ -167,6 +175,8 @@ def _judge(
     version = answer["version"]
     if version is None:
         return Verdict(name, None, note="not installed")
+    if not reads(name, export):
+        return Verdict(name, version, note="does not read this form")
     said = answer["answers"][index]
     if "error" in said:
         return Verdict(name, version, problem=said["error"])
@@ -183,7 +193,14 @@ def _judge(
         return Verdict(name, version, note="loads; its training code counts windows from the anchor, so not compared")
     difference = (load_file(f"{case}.{name}")["logits"] - expected).abs().max().item()
     problem = "" if difference <= tolerance else f"logits differ by up to {difference:.3g}"
-    return Verdict(name, version, difference, problem)
+    return Verdict(name, version, difference, problem, said.get("note", ""))
+
+
+def reads(consumer: str, export: Checkpoint) -> bool:
+    """Whether a consumer is meant to read a checkpoint of this form."""
+    if consumer == "speculators":
+        return "speculators_model_type" in export.raw and "quantization_config" not in export.raw
+    return consumer not in FLAT_ONLY or "model_type" in export.raw
 
 
 def _wrong_config(read: dict[str, Any], export: Checkpoint) -> str:

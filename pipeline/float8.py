@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from data.errors import BadInput
+from pipeline.drafter import Drafter, Linear
 
 SCALE = "_scale"
 """`x.weight` is float8, `x.weight_scale` [rows, 1] its scale."""
@@ -72,3 +74,16 @@ def widen(tensors: dict[str, Tensor], raw: Mapping[str, Any], where: str) -> dic
             raise BadInput(f"{where}: `{name}` is float8 but `{name + SCALE}` is missing")
         wide[name] = tensor.float() * tensors[name + SCALE].float() if name + SCALE in tensors else tensor
     return wide
+
+
+def serve(drafter: Drafter) -> None:
+    """Make the layers' products what a server computes: activations rounded to float8 with one scale a token."""
+    for name, module in drafter.named_modules():
+        if isinstance(module, Linear) and name.split(".")[-1] in MATRICES:
+            module.product = _product
+
+
+def _product(linear: Linear, x: Tensor) -> Tensor:
+    scale = (x.abs().amax(-1, keepdim=True) / LARGEST).clamp(min=torch.finfo(x.dtype).tiny)
+    rounded = (x / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).to(x.dtype)
+    return F.linear(rounded * scale, linear.weight)

@@ -116,6 +116,7 @@ def open_checkpoint(folder_or_hub_id: str | Path, num_target_layers: int | None 
     manifest = read_manifest(folder / MANIFEST, "export") if (folder / MANIFEST).exists() else None
     if manifest is not None:
         _check_manifest(folder, raw, manifest)
+        num_target_layers = num_target_layers or manifest["drafter"]["num_target_layers"]
     config = read_config(raw, where, num_target_layers)
     if all(any(key in raw for key in signs) for signs in (FLAT_SIGNS, SPECULATORS_SIGNS)):
         _check_union(raw, config, where)
@@ -158,7 +159,7 @@ def write_union(
     for name in (WEIGHTS, CARD, CONFIG):
         _fsync(temporary / name)
     files = [file_record(temporary / name, temporary) for name in (WEIGHTS, CONFIG, CARD)]
-    made = {"config": body, "files": files, **(provenance or {})}
+    made = {"drafter": config.record(), "config": body, "files": files, **(provenance or {})}
     publish(temporary / MANIFEST, "export", {"fingerprint": fingerprint(made), **made})
     _swap(temporary, folder)
 

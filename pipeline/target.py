@@ -1,0 +1,261 @@
+"""The target: a Hugging Face causal LM whose decoder layers are tapped from outside.
+
+Layer id i is the output of decoder layer i, `hidden_states[i + 1]`; the last layer is refused as a tap, because
+libraries disagree on whether its state is normed. Nothing here knows a model family: layers are found as the list of
+`num_hidden_layers` modules, taps are forward hooks, and what the head does to a state is measured, not looked up.
+
+Shapes: B rows, T tokens (right-padded; causal targets need no padding mask), K taps, H width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from data.errors import BadInput
+from data.settings import Run
+from pipeline.head import TargetHead
+from pipeline.mask_token import mask_token_id as mask_token_id
+from pipeline.weights import resolve_target as resolve_target
+from pipeline.weights import target_record as target_record
+
+PROBE = 16
+"""Tokens of the forward pass that measures the head."""
+
+
+def tap_layers(layers: Literal["auto"] | Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """Layer ids to tap of a target with `num_layers` layers.
+
+    `auto` is five, `round(1 + j (N - 4) / 4)` with half to even, fewer when they coincide.
+
+    Raises BadInput for the last layer or one beyond it.
+    """
+    if layers == "auto":
+        ids = sorted({round(1 + j * (num_layers - 4) / 4) for j in range(5)})
+        return tuple(i for i in ids if 0 <= i <= num_layers - 2) or (num_layers // 2,)
+    wrong = [i for i in layers if not 0 <= i <= num_layers - 2]
+    if wrong:
+        raise BadInput(
+            f"extract.layers: {wrong} out of range: the target has {num_layers} layers, ids go from 0 to "
+            f"{num_layers - 2} (the last layer, {num_layers - 1}, cannot be tapped)"
+        )
+    return tuple(layers)
+
+
+def load_tokenizer(run: Run) -> PreTrainedTokenizerBase:
+    """The target's tokenizer.
+
+    Raises BadInput when its folder has none.
+    """
+    folder = resolve_target(run)
+    try:
+        with quiet():
+            return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=run.target.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise BadInput(f"{folder}: no usable tokenizer: {' '.join(str(error).split())[:200]}") from None
+
+
+def load_config(run: Run) -> Any:
+    """The text part of the target's configuration (`get_text_config()`), without loading weights."""
+    folder = resolve_target(run)
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(folder), trust_remote_code=run.target.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise BadInput(f"{folder}: no usable config.json: {' '.join(str(error).split())[:200]}") from None
+    return config.get_text_config()
+
+
+def load_target(run: Run, device: str, dtype: torch.dtype | None = None) -> Target:
+    """The run's target, in evaluation mode, on `device` (on `target.gpus` devices when there are more than one).
+
+    Raises BadInput when transformers cannot load it as a causal LM.
+    """
+    folder = resolve_target(run)
+    settings = run.target
+    if settings.gpus > 1 and settings.parallel == "tensor":
+        raise BadInput("target.parallel: tensor is not supported; `layers` spreads whole layers over the GPUs")
+    try:
+        with quiet():
+            model = AutoModelForCausalLM.from_pretrained(
+                str(folder),
+                dtype=dtype or getattr(torch, settings.dtype),
+                device_map=_device_map(device, settings.gpus),
+                use_safetensors=True,
+                trust_remote_code=settings.trust_remote_code,
+            )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        text = " ".join(str(error).split())[:300]
+        raise BadInput(f"{folder}: transformers cannot load this as a causal LM: {text}") from None
+    return Target(model, load_tokenizer(run), device)
+
+
+def _device_map(device: str, gpus: int) -> dict[str, str] | str:
+    if gpus == 1 or device == "cpu":
+        return {"": device}
+    if torch.cuda.device_count() < gpus:
+        raise BadInput(f"target.gpus is {gpus}, but this job sees {torch.cuda.device_count()} GPUs")
+    return "balanced"
+
+
+class Target:
+    """A causal LM in evaluation mode, without gradients."""
+
+    def __init__(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, device: str) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.device = torch.device(device)
+        self.config = model.config.get_text_config()
+        self.stack, self.layers_name = find_stack(model, self.config.num_hidden_layers)
+        self.layers: int = self.config.num_hidden_layers
+        self.width: int = self.config.hidden_size
+        self.vocab: int = model.get_input_embeddings().weight.shape[0]
+        self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype
+
+    def decoder_layers(self) -> nn.ModuleList:
+        return self.stack.get_submodule(self.layers_name)
+
+    @torch.inference_mode()
+    def tap(self, input_ids: Tensor, layer_ids: Sequence[int]) -> Tensor:
+        """States [B, T, K, H] after `layer_ids` of right-padded ids [B, T]; layers above the last are not run."""
+        with Taps(self, layer_ids) as taps:
+            return torch.stack(taps(input_ids), 2)
+
+    @torch.inference_mode()
+    def logits(self, input_ids: Tensor) -> Tensor:
+        """Logits [B, T, V] of a full forward pass."""
+        return self.model(input_ids=input_ids.to(self.device), use_cache=False).logits
+
+    @torch.inference_mode()
+    def last_hidden(self, input_ids: Tensor) -> Tensor:
+        """Post-norm states [B, T, H] of a full forward pass: what the LM head reads."""
+        return self.stack(input_ids=input_ids.to(self.device), use_cache=False).last_hidden_state
+
+    def head(self) -> TargetHead:
+        """Embedding and LM head, with the scales and the soft-cap that this model applies, measured on a few tokens.
+
+        Raises BadInput when the embedding is not a scaled look-up or the head is not a linear map.
+        """
+        embedding, lm_head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        if not isinstance(lm_head, nn.Linear) or type(lm_head).forward is not nn.Linear.forward:
+            raise BadInput(f"target: its LM head is a {type(lm_head).__name__}, not a linear map: not supported")
+        weight = embedding.weight.data
+        tied = lm_head.weight.data_ptr() == weight.data_ptr()
+        bias = None if lm_head.bias is None else lm_head.bias.data
+        return _measured(self, TargetHead(weight, weight if tied else lm_head.weight.data, bias))
+
+
+class Taps:
+    """A target cut after its last tap. Called with ids [B, T], it gives one [B, T, H] tensor a tap.
+
+    The cut shares the target's modules. Hooks live until `close` (or the end of a `with` block). With `whole` all
+    layers run, and `last` holds the post-norm last hidden state [B, T, H] of the newest call.
+    """
+
+    def __init__(self, target: Target, layer_ids: Sequence[int], whole: bool = False) -> None:
+        self.device = target.device
+        self.layer_ids = tap_layers(tuple(layer_ids), target.layers)
+        self.last: Tensor | None = None
+        self.caught: dict[int, Tensor] = {}
+        layers = target.decoder_layers()
+        depth = len(layers) if whole else self.layer_ids[-1] + 1
+        self.whole = whole
+        self.stack = target.stack if whole else truncated(target.stack, target.layers_name, depth)
+        self.handles = [layers[i].register_forward_hook(self._catcher(i)) for i in self.layer_ids]
+
+    def __enter__(self) -> Taps:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def _catcher(self, layer: int) -> Any:
+        def catch(module: nn.Module, arguments: Any, output: Any) -> None:
+            self.caught[layer] = output[0] if isinstance(output, tuple) else output
+
+        return catch
+
+    @torch.inference_mode()
+    def __call__(self, input_ids: Tensor) -> list[Tensor]:
+        self.caught.clear()
+        output = self.stack(input_ids=input_ids.to(self.device), use_cache=False)
+        if self.whole:
+            self.last = output.last_hidden_state
+        return [self.caught.pop(i).to(self.device) for i in self.layer_ids]
+
+
+def find_stack(model: nn.Module, layers: int) -> tuple[nn.Module, str]:
+    """The module that embeds tokens, runs the decoder layers and norms, and the name of its list of layers.
+
+    Raises BadInput when the model has no such list.
+    """
+    decoder = model.get_decoder()
+    for name, child in decoder.named_modules():
+        if isinstance(child, nn.ModuleList) and len(child) == layers:
+            owner, _, attribute = name.rpartition(".")
+            return decoder.get_submodule(owner), attribute
+    raise BadInput(f"target: {type(model).__name__} has no list of its {layers} decoder layers: not supported")
+
+
+def truncated(stack: nn.Module, layers_name: str, depth: int) -> nn.Module:
+    """`stack` with its first `depth` layers only; all modules shared."""
+    cut = copy.copy(stack)
+    cut._modules = dict(stack._modules)
+    cut._modules[layers_name] = nn.ModuleList(list(stack.get_submodule(layers_name))[:depth])
+    cut.__dict__.pop("forward", None)  # a device map's wrapper is bound to the uncut stack
+    return cut
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without transformers' progress bars and advice, which belong to notebooks."""
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity(logging.ERROR)
+    transformers.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(level)
+
+
+@torch.inference_mode()
+def _measured(target: Target, head: TargetHead) -> TargetHead:
+    """`head` with its scales, from what goes into the first layer and comes out of the model for a few tokens."""
+    ids = (torch.arange(PROBE) * 7919 % target.vocab).unsqueeze(0)
+    entered: list[Tensor] = []
+    hook = target.decoder_layers()[0].register_forward_pre_hook(
+        lambda module, arguments, keywords: entered.append(arguments[0] if arguments else keywords["hidden_states"]),
+        with_kwargs=True,
+    )
+    logits = target.logits(ids)[0].float().cpu()
+    hook.remove()
+    plain = head.to("cpu", torch.float32)
+    scale = _ratio(plain.embedding[ids[0]], entered[0][0].float().cpu(), "embedding is not a scaled look-up")
+    raw = plain.logits(target.last_hidden(ids)[0].float().cpu())
+    cap = getattr(target.config, "final_logit_softcapping", None)
+    if cap is not None:
+        logits = cap * torch.atanh((logits / cap).clamp(-1 + 1e-6, 1 - 1e-6))
+    multiplier = _ratio(raw, logits, "LM head is not a linear map of the last hidden state")
+    return TargetHead(head.embedding, head.lm_head, head.bias, scale, multiplier, cap)
+
+
+def _ratio(given: Tensor, seen: Tensor, problem: str) -> float:
+    """The number that `seen` is of `given`: exactly 1 when within rounding.
+
+    Raises BadInput with `problem` when there is no such number.
+    """
+    ratio = float((given * seen).sum() / (given * given).sum())
+    if not torch.allclose(seen, ratio * given, rtol=0.02, atol=0.02 * float(seen.abs().max())):
+        raise BadInput(f"target: its {problem}: not supported")
+    return 1.0 if abs(ratio - 1.0) < 2e-3 else float(f"{ratio:.4g}")

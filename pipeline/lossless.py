@@ -156,7 +156,7 @@ class Judge:
         self.model, self.block_size = target.model, block_size
         self.exact_format = torch.float64 if target.dtype == torch.float32 else torch.float32
         self.wide = copy.deepcopy(target.model).to(self.exact_format)
-        self.argument = cache_argument(target.model.get_decoder())
+        self.argument = cache_argument(target.stack)
 
     @torch.no_grad()
     def gaps(self, contexts: Sequence[list[int]], pairs: Sequence[tuple[int, int]]) -> list[tuple[float, float]]:

@@ -87,7 +87,7 @@ class TargetPass:
     """Runs the target over cached rows and taps its layers."""
 
     def __init__(self, target: Target, rows: int, capacity: int, taps: Sequence[int]) -> None:
-        self.decoder: nn.Module = target.model.get_decoder()
+        self.decoder = target.stack
         self.config = target.config
         self.windows = layer_windows(self.config)
         self.cache = RowCache(target.layers, rows + 1, capacity)

@@ -18,7 +18,7 @@ import safetensors.torch
 from data.codec import ArraySpec, Codec, codec_from_record
 from data.errors import BadInput
 from data.layout import Layout, part_name
-from data.manifest import crc32c, file_record, fingerprint, publish, write_bytes
+from data.manifest import crc32c, file_record, fingerprint, publish, read_manifest, write_bytes
 from data.settings import FORMAT, Run
 from data.store import Bucket, open_store
 from data.tokens import row_hash
@@ -159,11 +159,34 @@ def read_rows(layout: Layout, manifests: Sequence[Mapping[str, Any]]) -> pa.Tabl
     """
     tables = []
     for part, manifest in enumerate(manifests):
-        path, wanted = rows_path(layout, part), manifest["files"][0]
-        if not path.is_file() or crc32c(path) != wanted["crc32c"]:
+        path = rows_path(layout, part)
+        if not _table_whole(layout, part, manifest):
             raise BadInput(f"{path} is missing or damaged: run `draftmill extract` again for part {part}")
         tables.append(pq.read_table(path))
     return pa.concat_tables(tables).combine_chunks()
+
+
+def damage(layout: Layout, part: int, fast: bool = False) -> list[str]:
+    """What is wrong with a part's files, one line each: every byte is read, or with `fast` only sizes are compared."""
+    manifest = read_manifest(layout.cache_part(part), "cache")
+    store = open_store(layout, manifest["store"])
+    found = [f"{rows_path(layout, part)} is missing or damaged"] if not _table_whole(layout, part, manifest) else []
+    for shard in manifest["shards"]:
+        relative = f"{part_name(part)}/{shard['name']}"
+        sizes = store.sizes(relative)
+        for file in shard["files"]:
+            name = f"{relative}/{file['path']}"
+            if sizes.get(file["path"]) != file["bytes"]:
+                have = sizes.get(file["path"], "no")
+                found.append(f"{store}/{name} has {have} bytes, its manifest says {file['bytes']}")
+            elif not fast and (crc := store.checksum(name)) != file["crc32c"]:
+                found.append(f"{store}/{name} has crc32c {crc:08x}, its manifest says {file['crc32c']:08x}")
+    return found
+
+
+def _table_whole(layout: Layout, part: int, manifest: Mapping[str, Any]) -> bool:
+    path, wanted = rows_path(layout, part), manifest["files"][0]
+    return path.is_file() and path.stat().st_size == wanted["bytes"] and crc32c(path) == wanted["crc32c"]
 
 
 def codec_path(layout: Layout) -> Path:

@@ -1,0 +1,163 @@
+"""One contract for all codecs: bytes as stated, errors within what they state, static shapes, no waiting."""
+
+import pytest
+import torch
+
+from data.codec import CODECS, codec_from_record, make_codec
+
+LAYERS, WIDTH, STATES = 3, 64, 96
+
+
+def residual_stream(states: int = STATES, width: int = WIDTH, seed: int = 0) -> torch.Tensor:
+    """Bf16 states like real ones: channels of unequal size, a few that carry nearly all energy, layers alike."""
+    random = torch.Generator().manual_seed(seed)
+    sizes = torch.exp(torch.randn(width, generator=torch.Generator().manual_seed(7)))
+    sizes[[5, 40]] *= torch.tensor([800.0, 300.0])
+    steps = torch.randn(states, LAYERS, width, generator=random) * sizes
+    return steps.cumsum(1).bfloat16()
+
+
+def relative_error(got: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    """L2 error of each token's state at each layer, over its norm: [T, K]."""
+    norm = states.float().norm(dim=-1)
+    return (got.float() - states.float()).norm(dim=-1) / norm.clamp_min(1e-30)
+
+
+@pytest.fixture(params=sorted(CODECS))
+def codec(request):
+    return make_codec(request.param, LAYERS, WIDTH, residual_stream(4096, seed=1))
+
+
+class TestContract:
+    def test_arrays_are_what_is_stated(self, codec):
+        arrays = codec.encode(residual_stream())
+        specs = codec.arrays()
+        assert arrays.keys() == specs.keys()
+        for name, spec in specs.items():
+            assert arrays[name].shape == (STATES, *spec.shape)
+            assert arrays[name].dtype == spec.torch_dtype
+            assert arrays[name].numpy().dtype == spec.dtype
+        assert sum(array.numpy().nbytes for array in arrays.values()) == STATES * codec.bytes_per_state()
+
+    def test_round_trip_stays_within_the_stated_error(self, codec):
+        states = residual_stream()
+        got = codec.decode(codec.encode(states))
+        assert got.shape == states.shape
+        assert got.dtype == codec.decoded
+        assert relative_error(got, states).max() <= codec.error
+        if codec.error == 0:
+            assert torch.equal(got.float(), states.float())
+
+    def test_hostile_states_come_back_finite(self, codec):
+        states = residual_stream()
+        states[0] = 0
+        states[1] *= 2.0**100
+        states[2] *= 2.0**-100
+        states[3, :, 1:] = 0
+        states[4] = 0
+        states[4, :, 9] = 1000
+        got = codec.decode(codec.encode(states)).float()
+        assert got.isfinite().all()
+        assert (got[0] == 0).all()
+
+    def test_taps_pick_layers(self, codec):
+        arrays = codec.encode(residual_stream())
+        assert torch.equal(codec.decode(arrays, taps=(0, 2)), codec.decode(arrays)[:, [0, 2]])
+
+    def test_states_do_not_touch_each_other(self, codec):
+        states = residual_stream()
+        alone = codec.encode(states[10:11])
+        for name, array in codec.encode(states).items():
+            assert torch.equal(array[10:11].int(), alone[name].int()), name
+
+    def test_no_states_at_all(self, codec):
+        arrays = codec.encode(residual_stream()[:0])
+        assert codec.decode(arrays).shape == (0, LAYERS, WIDTH)
+
+    def test_record_brings_it_back(self, codec):
+        again = codec_from_record(codec.record(), codec.tables)
+        arrays = codec.encode(residual_stream())
+        assert torch.equal(again.decode(arrays), codec.decode(arrays))
+
+    def test_compiles_whole_without_asking_the_device(self, codec):
+        """Traced with fake tensors and no graph break: a branch on data or an `.item()` would end it."""
+        states = residual_stream()
+        arrays = codec.encode(states)
+        for name, array in compiled(codec.encode)(states).items():
+            assert torch.equal(array.int(), arrays[name].int()), name
+        assert torch.equal(compiled(codec.decode)(arrays, (0, 2)), codec.decode(arrays, (0, 2)))
+
+
+def compiled(function, backend="aot_eager"):
+    return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+class TestOnDevice:
+    def test_decoding_is_captured_and_replayed(self, codec):
+        codec = codec.to("cuda")
+        states = residual_stream().cuda()
+        arrays = codec.encode(states)
+        static = {name: torch.zeros_like(array) for name, array in arrays.items()}
+        codec.decode(static)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = codec.decode(static)
+        for name, array in arrays.items():
+            static[name].copy_(array)
+        graph.replay()
+        assert torch.equal(got, codec.decode(arrays))
+
+    def test_compiled_equals_eager(self, codec):
+        codec = codec.to("cuda")
+        states = residual_stream().cuda()
+        arrays = codec.encode(states)
+        for name, array in compiled(codec.encode, "inductor")(states).items():
+            assert torch.equal(array.int(), arrays[name].int()), name
+        assert relative_error(compiled(codec.decode, "inductor")(arrays), codec.decode(arrays)).max() < 1e-2
+
+    def test_encoding_does_not_wait(self, codec):
+        codec = codec.to("cuda")
+        states = residual_stream().cuda()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            codec.decode(codec.encode(states))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_fitted_codecs_need_a_sample():
+    with pytest.raises(ValueError, match="sample"):
+        make_codec("int8-outlier", LAYERS, WIDTH)
+
+
+def test_int8_outlier_takes_width_plus_outliers_plus_scale_bytes():
+    codec = make_codec("int8-outlier", 5, 576, torch.randn(8, 5, 576))
+    assert codec.bytes_per_state() == 5 * (576 + 4 + 2)
+
+
+def test_int8_outlier_channels_are_the_loudest():
+    codec = make_codec("int8-outlier", LAYERS, WIDTH, residual_stream())
+    for channels in codec.record()["channels"]:
+        assert {5, 40} <= set(channels)
+
+
+def test_fp8_stays_under_its_bar_in_bits():
+    assert make_codec("fp8", 5, 576).bits_per_value() <= 8.1
+
+
+def test_tables_of_another_codec_are_refused():
+    one = make_codec("int8-outlier", LAYERS, WIDTH, residual_stream())
+    other = {"channels": one.tables["channels"] + 1}
+    with pytest.raises(ValueError, match="do not fit"):
+        codec_from_record(one.record(), other)
+
+
+def test_every_codec_has_a_setting():
+    from typing import get_args
+
+    from data.settings import Codec
+
+    assert set(get_args(Codec)) == set(CODECS)

@@ -105,10 +105,13 @@ class Regenerate(Section):
     """Keep the smallest set of tokens whose probability reaches this."""
     top_k: Annotated[int, Field(ge=0)] = 0
     """Keep the K likeliest tokens; 0 keeps all."""
-    batch_size: Positive = 16
-    """Answers under way at once."""
-    unfinished: Literal["keep", "drop"] = "keep"
-    """Answers that reach `max_new_tokens` without an end of turn: kept as they are, or dropped and counted."""
+    batch_size: Positive | Literal["auto"] = "auto"
+    """Answers under way at once; `auto` is 16 on a CPU, and on a GPU what half of its free memory holds."""
+    unfinished: Literal["keep", "cut", "drop"] = "keep"
+    """Conversations with an answer that reaches `max_new_tokens` without an end of turn: kept as they are, cut before
+    that answer, or dropped. Later turns are not answered in any case."""
+    seed: int = 0
+    """Seed of sampling."""
 
 
 class Data(Section):

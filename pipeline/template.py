@@ -35,8 +35,6 @@ THINKING = (
     ("<|channel|>analysis<|message|>", "<|end|>"),
 )
 """How targets open and close their thinking."""
-CHANNEL = THINKING[-1][0]
-"""Opening that prompts never end with."""
 OURS = {"tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "padding",
         "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
         "sanitize_control_tokens", "conversation", "messages"}  # fmt: skip
@@ -188,17 +186,17 @@ class Template:
             if supervise == "none-of-thinking":
                 earlier = [piece for span in earlier for piece in without_thinking(prompt, *span)]
         ids, mask = self.masked(prompt, earlier)
-        own = np.ones(len(answer), bool) if supervise != "none-of-thinking" else self.not_thinking(answer)
+        own = np.ones(len(answer), bool) if supervise != "none-of-thinking" else self.not_thinking(answer, prompt)
         return Rendered(np.concatenate([ids, answer]).astype(np.int32), np.concatenate([mask, own]), finished)
 
-    def not_thinking(self, answer: np.ndarray) -> np.ndarray:
-        """Mask bool [N] of answer ids that are not thinking.
+    def not_thinking(self, answer: np.ndarray, prompt: str) -> np.ndarray:
+        """Mask bool [N] of answer ids that are not thinking, which `prompt` may have opened.
 
         Raises Rejected when a token holds both.
         """
         ends = [len(self.decode(answer[: n + 1].tolist())) for n in range(len(answer))]
         text = self.decode(answer.tolist())
-        spans = without_thinking(text, 0, len(text))
+        spans = without_thinking(text, 0, len(text), prompt)
         starts = [0, *ends[:-1]]
         if any(a < edge < b for a, b in zip(starts, ends, strict=True) for span in spans for edge in span):
             raise Rejected("thinking_open", "a token holds the end of thinking and the begin of the answer")
@@ -371,20 +369,22 @@ def require_answer(message: Mapping[str, Any], rendered: str) -> None:
             raise Rejected("answer_not_rendered", repr(wanted[:60]))
 
 
-def without_thinking(text: str, start: int, end: int) -> list[tuple[int, int]]:
-    """`text[start:end]` without its thinking, as spans; thinking that the prompt has opened ends at the first close."""
+def without_thinking(text: str, start: int, end: int, prompt: str = "") -> list[tuple[int, int]]:
+    """`text[start:end]` without its thinking, as spans. The prompt (by default what is before `start`) may have opened
+    it; thinking that is not closed goes on to the end."""
+    before = (prompt or text[:start]).rstrip()
     pieces, at = [], start
+    close = next((close for opening, close in THINKING if before.endswith(opening)), None)
     while at < end:
-        found = [(text.find(opening, at, end), close) for opening, close in THINKING]
-        where, close = min((place for place in found if place[0] >= 0), default=(end, ""))
-        opened_before = [text.find(close, at, where) for opening, close in THINKING if opening != CHANNEL]
-        if at == start and (early := max(opened_before)) >= 0:
-            at = early + next(len(close) for _, close in THINKING if text.startswith(close, early))
-            continue
-        if where > at:
-            pieces.append((at, where))
-        closed = text.find(close, where, end)
-        at = end if closed < 0 else closed + len(close)
+        if close is None:
+            found = [(text.find(opening, at, end), close) for opening, close in THINKING]
+            where, close = min((place for place in found if place[0] >= 0), default=(end, None))
+            if where > at:
+                pieces.append((at, where))
+            at = where
+        else:
+            closed = text.find(close, at, end)
+            at, close = (end if closed < 0 else closed + len(close)), None
     return pieces
 
 

@@ -11,7 +11,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Iterator
-from itertools import chain, islice, pairwise
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +179,8 @@ class Preparation:
             say(f"contamination: {len(ids)} rows ask what benchmark `{name}` asks, first: {', '.join(ids[:3])}")
 
     def publish_part(self, kind: str, part: int, account: Any, digest: str, preparer: Any) -> None:
+        from pipeline.examples import example
+
         path = getattr(self.layout, kind)(part)
         body = {
             **account.body(),
@@ -190,7 +192,7 @@ class Preparation:
             **self.shape["tokenizer"],
         }
         if kind == "tokens":
-            body["example"] = example(path.with_suffix(".parquet"), preparer)
+            body["example"] = example(path.with_suffix(".parquet"), preparer.tokenizer)
         publish(path, kind, body)
 
     def check_account(self, paths: list[Path], placed: Any) -> None:
@@ -266,27 +268,6 @@ def template_or_tokenizer(preparer: Any) -> dict[str, Any]:
     return {"template": None, "tokenizer": tokenizer_hash(preparer.tokenizer), "arguments": {}}
 
 
-def example(path: Path, preparer: Any) -> dict[str, Any] | None:
-    """The first row of a part as text, in pieces of (text, supervised)."""
-    from data.tokens import read_tokens
-
-    row = next(read_tokens(path), None)
-    return None if row is None else {"row_id": row.row_id, "pieces": pieces(row.token_ids, row.supervised, preparer)}
-
-
-def pieces(ids: Any, supervised: Any, preparer: Any) -> list[tuple[str, bool]]:
-    """Decoded runs of equal supervision."""
-    import numpy as np
-
-    edges = [0, *(np.flatnonzero(np.diff(supervised)) + 1).tolist(), len(ids)]
-    decode = preparer.tokenizer.decode
-    return [
-        (decode(ids[a:b].tolist(), clean_up_tokenization_spaces=False), bool(supervised[a]))
-        for a, b in pairwise(edges)
-        if a < b
-    ]
-
-
 def show_rows(run: Run, count: int) -> None:
     """Print the first rows as the target sees them: supervised text green, everything else grey."""
     from rich.console import Console
@@ -318,12 +299,14 @@ def show_rows(run: Run, count: int) -> None:
 def shown(row: Any, piece: Any, preparer: Any) -> Any:
     from rich.text import Text
 
+    from pipeline.examples import pieces
+
     if piece is None:
         from pipeline.preparer import first_question
 
         asked = first_question(row.conversation)
         return Text(preparer.template.text(asked, row.conversation.tools, prompt=True), style="bright_black")
     text = Text()
-    for part, supervised in pieces(piece.ids, piece.supervised, preparer):
+    for part, supervised in pieces(preparer.tokenizer, piece.ids, piece.supervised):
         text.append(part, style="green" if supervised else "bright_black")
     return text

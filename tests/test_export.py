@@ -1,0 +1,177 @@
+"""`draftmill export` and `draftmill import` on a run with a trained drafter."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from click.testing import CliRunner, Result
+
+from data.cache import cache_layout
+from data.errors import BadInput, Failure
+from data.layout import Layout
+from data.manifest import publish
+from data.settings import Run
+from pipeline.checkpoint import CheckpointWriter
+from pipeline.drafter import Drafter, DrafterConfig, initialise
+from pipeline.head import save_head
+from pipeline.interchange import open_checkpoint
+from pipeline.target import Target
+from stages import export, import_
+
+Trained = tuple[Path, Run]
+
+
+def drafter_config(target: Target, **changes: Any) -> DrafterConfig:
+    body = {
+        "hidden_size": target.width,
+        "intermediate_size": 96,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "block_size": 4,
+        "mask_token_id": target.vocab - 1,
+        "target_layer_ids": (1, 3),
+        "num_target_layers": target.layers,
+        "vocab_size": target.vocab,
+        "max_position_embeddings": target.config.max_position_embeddings,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "layer_types": ("full_attention",) * 2,
+        "sliding_window": None,
+    }
+    return DrafterConfig(**{**body, **changes})
+
+
+@pytest.fixture
+def trained(make_run: Callable[..., Run], tiny_root: Path, tiny_target: Target, tmp_path: Path) -> Trained:
+    """A run file and its run, with checkpoints of steps 2 (better) and 4, and a head beside an absent cache."""
+    run = make_run(f"export-{tmp_path.name}", drafters={"base": {"layers": 2, "block_size": 4}})
+    layout, config = Layout.of(run), drafter_config(tiny_target)
+    cache_layout(run).cache.mkdir(parents=True)
+    save_head(tiny_target.head(), cache_layout(run).head)
+    writer = CheckpointWriter(layout.checkpoints("base"), 2, 1)
+    for step, acceptance in ((2, 2.5), (4, 2.0)):
+        drafter = Drafter(config)
+        initialise(drafter, step)
+        meta = {"validation": {"acceptance": acceptance, "per_slot": [0.7, 0.6, 0.5], "blocks": 10}}
+        writer.save(step, config, drafter.state_dict(), {"step": torch.tensor(step)}, meta)
+    writer.wait()
+    body = {
+        "fingerprint": "f" * 32,
+        "inputs": {"cache": "c" * 32},
+        "settings": {"train": {"learning_rate": 6e-4, "epochs": 6, "loss": {"kind": "cross_entropy"}}},
+        "config": config.record(),
+        "mask_token": {"id": config.mask_token_id, "reason": "a spare row"},
+        "target": {},
+        "template": {},
+        "codec": {},
+        "steps": 4,
+        "rows": {"train": 30, "validation": 2},
+    }
+    publish(layout.train_manifest("base"), "drafter", body)
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(run.model_dump(mode="json", exclude_unset=True)))
+    return path, run
+
+
+def call(command: Any, *arguments: object) -> Result:
+    return CliRunner().invoke(command, [str(argument) for argument in arguments], catch_exceptions=True)
+
+
+def test_the_best_checkpoint_is_written_with_card_and_provenance(trained: Trained) -> None:
+    path, run = trained
+    assert call(export.command, path).exception is None
+    folder = Layout.of(run).export("base")
+    read = open_checkpoint(folder)
+    want = Drafter(read.config)
+    initialise(want, 2)
+    assert torch.equal(read.tensors["fc.weight"], want.fc.weight.bfloat16())
+    made = json.loads((folder / "draftmill.json").read_text())
+    assert (made["kind"], made["step"], made["inputs"]["cache"]) == ("export", 2, "c" * 32)
+    card = (folder / "README.md").read_text()
+    assert '"num_speculative_tokens": 3}' in card
+    assert f"--speculative-draft-model-path {folder}" in card
+    assert "validation walk): 2.50" in card
+    assert card.startswith("---\nlicense:  #")
+
+
+def test_the_chosen_step_form_and_numbers_are_written(trained: Trained, tmp_path: Path) -> None:
+    options = ("--checkpoint", "step-4", "--format", "zlab", "--dtype", "float32", "--to", tmp_path / "out")
+    assert call(export.command, trained[0], "--drafter", "base", *options).exception is None
+    read = open_checkpoint(tmp_path / "out")
+    want = Drafter(read.config)
+    initialise(want, 4)
+    assert torch.equal(read.tensors["fc.weight"], want.fc.weight)
+    assert "speculators_config" not in read.raw
+
+
+def test_evaluations_of_the_drafter_stand_in_the_card(trained: Trained) -> None:
+    path, run = trained
+    folder = Layout.of(run).eval("base")
+    folder.mkdir(parents=True)
+    interval = {"value": 3.25, "low": 3.0, "high": 3.5}
+    body = {"benchmark": "gsm8k", "checkpoint": "step-000002", "prompts": 8, "pooled": interval, "definition": "..."}
+    body |= {"per_response": interval, "record": {"sampling": {"temperature": 0.0}}}
+    (folder / "gsm8k.json").write_text(json.dumps(body))
+    publish(folder / "manifest.json", "eval", {"files": [{"path": "gsm8k.json"}]})
+    call(export.command, path)
+    assert "| gsm8k | 8 | 3.25 (3.00-3.50) |" in (Layout.of(run).export("base") / "README.md").read_text()
+
+
+def test_a_drafter_that_was_not_trained_gets_one_clear_line(trained: Trained, make_run: Any, tmp_path: Path) -> None:
+    missing = call(export.command, trained[0], "--checkpoint", "step-3")
+    assert isinstance(missing.exception, BadInput)
+    assert "step-3" in str(missing.exception)
+    Layout.of(trained[1]).train_manifest("base").unlink()
+    assert "train.json" in str(call(export.command, trained[0]).exception)
+    assert not Layout.of(trained[1]).export("base").exists()
+
+
+def test_a_checkpoint_of_another_training_is_refused_by_field(trained: Trained) -> None:
+    manifest = Layout.of(trained[1]).train_manifest("base")
+    body = json.loads(manifest.read_text())
+    body["config"]["target_layer_ids"] = [1, 2]
+    manifest.write_text(json.dumps(body))
+    assert "target_layer_ids" in str(call(export.command, trained[0]).exception)
+
+
+def test_check_prints_a_table_and_asks_transformers(trained: Trained) -> None:
+    done = call(export.command, trained[0], "--check")
+    assert done.exception is None, done.exception
+    lines = {line.split()[0]: line for line in done.output.splitlines() if line}
+    assert "read as meant (configuration only)" in lines["autoconfig"]
+    assert {"consumer", "dflash", "vllm", "sglang", "specforge", "speculators"} <= set(lines)
+
+
+def test_without_a_login_the_upload_fails_in_one_line(trained: Trained) -> None:
+    failed = call(export.command, trained[0], "--drafter", "base", "--push-to-hub", "me/my-drafter")
+    assert isinstance(failed.exception, Failure)
+    assert "the export itself is whole" in str(failed.exception)
+
+
+def test_import_describes_and_rewrites_byte_for_byte(trained: Trained, tmp_path: Path) -> None:
+    call(export.command, trained[0])
+    folder = Layout.of(trained[1]).export("base")
+    done = call(import_.command, folder, "--to", tmp_path / "again")
+    assert done.exception is None, done.exception
+    assert "4 (3 drafted tokens)" in done.output
+    for name in ("model.safetensors", "config.json"):
+        assert (folder / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+
+
+def test_import_asks_for_the_target_that_a_checkpoint_does_not_name(trained: Trained, tmp_path: Path) -> None:
+    call(export.command, trained[0], "--drafter", "base", "--format", "zlab", "--to", tmp_path / "zlab")
+    (tmp_path / "zlab" / "draftmill.json").unlink()
+    refused = call(import_.command, tmp_path / "zlab", "--to", tmp_path / "own")
+    assert "--target MODEL" in str(refused.exception)
+    target = Layout.of(trained[1]).targets / "tiny-2"
+    assert call(import_.command, tmp_path / "zlab", "--to", tmp_path / "own", "--target", target).exception is None
+    assert open_checkpoint(tmp_path / "own").target.name == str(target)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import io
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,13 +21,14 @@ from data.errors import BadInput
 from data.layout import Layout, part_name
 from data.manifest import crc32c, file_record, fingerprint, publish, read_manifest, write_bytes
 from data.settings import FORMAT, Run
-from data.store import Bucket, open_store
+from data.shard import record_path
+from data.store import Bucket, Folder, open_store
 from data.tokens import row_hash
 
 NOT_SHAPING = {
     "target": {"gpus", "parallel", "trust_remote_code"},
     "data": {"max_dropped", "regenerate"},
-    "extract": {"keep"},
+    "extract": {"keep", "compile"},
 }
 """Settings that leave the cache's content as it is, or are compared on their own."""
 
@@ -119,12 +121,21 @@ def publish_part(layout: Layout, part: int, body: Mapping[str, Any], shards: Seq
 COUNTED = ("rows", "tokens", "states", "teacher", "bytes")
 
 
-def upload_shard(layout: Layout, part: int, body: Mapping[str, Any], shard: Path, record: Mapping[str, Any]) -> None:
-    """Move a finished shard's files to the remote store of its part; nothing to do for a local one."""
+def upload_shard(layout: Layout, part: int, body: Mapping[str, Any], record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Move a finished shard to the remote store of its part and return its record, which says so.
+
+    Nothing happens for a local store, or when it is there already. The copy on this machine goes last.
+    """
     store = open_store(layout, body["store"])
-    if isinstance(store, Bucket):
-        for file in record["files"]:
-            store.upload(shard / file["path"], f"{part_name(part)}/{shard.name}/{file['path']}")
+    if isinstance(store, Folder) or "store" in record:
+        return record
+    shard = layout.cache / part_name(part) / record["name"]
+    for file in record["files"]:
+        store.upload(shard / file["path"], f"{part_name(part)}/{shard.name}/{file['path']}")
+    moved = {**record, "store": str(store)}
+    publish(record_path(shard), "shard", moved)
+    shutil.rmtree(shard)
+    return moved
 
 
 def rows_path(layout: Layout, part: int) -> Path:

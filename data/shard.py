@@ -33,6 +33,7 @@ from data.codec import ArraySpec, Codec
 from data.errors import BadInput, Failure
 from data.manifest import file_record, fsync_folder, publish, read_json
 from data.settings import FORMAT
+from data.store import Bucket, Folder
 
 CHUNK = 256
 """States a Zarr chunk."""
@@ -316,14 +317,16 @@ def record_path(shard: Path) -> Path:
 
 
 def finished(shard: Path, fingerprint: str) -> dict[str, Any] | None:
-    """The record of a shard that is there, of the right fingerprint, every file of its size; else None."""
+    """The record of a shard of the right fingerprint that is whole, here or uploaded; else None."""
     path = record_path(shard)
     if not path.exists():
         return None
     body = read_json(path, "delete it")
     if body.get("format") != FORMAT or body.get("fingerprint") != fingerprint:
         return None
-    whole = all(_size(shard / file["path"]) == file["bytes"] for file in body["files"])
+    store = Bucket(body["store"]) if "store" in body else Folder(shard.parent.parent)
+    sizes = store.sizes(f"{shard.parent.name}/{shard.name}")
+    whole = all(sizes.get(file["path"]) == file["bytes"] for file in body["files"])
     return body if whole else None
 
 
@@ -331,7 +334,3 @@ def discard(shard: Path) -> None:
     """Remove a shard and its record, the record first."""
     record_path(shard).unlink(missing_ok=True)
     shutil.rmtree(shard, ignore_errors=True)
-
-
-def _size(path: Path) -> int | None:
-    return path.stat().st_size if path.is_file() else None

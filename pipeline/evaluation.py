@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any
@@ -35,7 +35,7 @@ from pipeline.decode import Answer, Engine, Prompt, stop_ids
 from pipeline.drafter import Drafter
 from pipeline.sampling import Sampling
 from pipeline.target import Target
-from pipeline.template import render_prompt
+from pipeline.template import render_prompt, template_of
 
 DEFINITION = (
     "acceptance length: new tokens of a block, the bonus token counted, cut after a stop and at the limit; the token "
@@ -147,11 +147,18 @@ class Conversations:
 class Evaluation:
     """Holds the target and the plain answers, which all drafters share."""
 
-    def __init__(self, run: Run, target: Target, benchmarks: Mapping[str, Sequence[BenchmarkPrompt]]) -> None:
-        self.run, self.target, self.settings = run, target, run.eval
+    def __init__(
+        self,
+        run: Run,
+        target: Target,
+        benchmarks: Mapping[str, Sequence[BenchmarkPrompt]],
+        check_stop: Callable[[], None],
+    ) -> None:
+        self.run, self.target, self.settings, self.check_stop = run, target, run.eval, check_stop
         self.sampling = Sampling(run.eval.temperature, run.eval.top_p, run.eval.top_k, run.eval.seed)
         self.benchmarks = benchmarks
-        self.stops = stop_ids(target)
+        ends = template_of(target.tokenizer, run.data.template_arguments).end_of_turn()
+        self.stops = tuple(sorted({*stop_ids(target), ends}))
         talks = [Conversations(run, target.tokenizer, prompts) for prompts in benchmarks.values()]
         self.capacity = max((talk.longest(self.settings.max_new_tokens) for talk in talks), default=1)
         self._waves: dict[str, list[Wave]] = {}
@@ -235,7 +242,10 @@ class Evaluation:
     def _time(self, engine: Engine, prompts: Sequence[Prompt], title: str) -> Timed:
         captured, steps, started = engine.graphs.seconds, engine.counts.steps, time.perf_counter()
         with Progress(len(prompts), title, unit="answers") as bar:
-            answers = {a.id: a for a in engine.generate(prompts, self.settings.max_new_tokens, bar)}
+            answers = {}
+            for answer in engine.generate(prompts, self.settings.max_new_tokens, bar):
+                self.check_stop()
+                answers[answer.id] = answer
         seconds = time.perf_counter() - started - (engine.graphs.seconds - captured)
         return Timed(answers, seconds, engine.counts.steps - steps)
 

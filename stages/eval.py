@@ -145,7 +145,7 @@ def evaluate(
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.matmul.allow_tf32 = False
     target = load_target(run, work.device)
-    evaluation = Evaluation(run, target, benchmarks)
+    evaluation = Evaluation(run, target, benchmarks, work.check_stop)
     facts = {
         "target": target_record(run),
         "template": template_record(target.tokenizer, dict(run.data.template_arguments)),

@@ -1,0 +1,414 @@
+import copy
+import json
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from data.benchmarks import PRESETS, load_benchmark
+from data.errors import BadInput, Failure
+from data.layout import Layout
+from data.manifest import publish, read_manifest
+from data.settings import Benchmark, Run
+from pipeline import lossless, sampling
+from pipeline.checkpoint import CheckpointWriter
+from pipeline.decode import Engine, Prompt
+from pipeline.drafter import Drafter, DrafterConfig, initialise
+from pipeline.evaluation import Evaluation, differences, example
+from pipeline.interchange import write_union
+from pipeline.interchange_config import TargetInfo
+from pipeline.sampling import Sampling
+from pipeline.serving import Metrics
+from pipeline.target import Target, target_record
+from pipeline.template import template_record
+from stages.cli import exit_code
+
+B = 4
+PROMPTS = [
+    {"id": "one", "turns": ["Say a word."]},
+    {"id": "two", "turns": ["Hello there.", "And again?"]},
+    {"id": "three", "turns": ["Count the trees in the wood and say how many there are, then say it once more."]},
+]
+
+
+def tiny_drafter(seed: int = 0, width: int = 64) -> Drafter:
+    config = DrafterConfig(
+        hidden_size=width, intermediate_size=96, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16, block_size=B,
+        mask_token_id=300, target_layer_ids=(1, 2, 3), num_target_layers=6, vocab_size=320,
+        max_position_embeddings=4096, rms_norm_eps=1e-6, rope_theta=10000.0, rope_scaling=None,
+        layer_types=("full_attention",), sliding_window=None,
+    )  # fmt: skip
+    drafter = Drafter(config)
+    initialise(drafter, seed, std=0.1)
+    return drafter
+
+
+@pytest.fixture
+def trained(make_run: Callable[..., Run], tiny_target: Target, tmp_path: Path) -> Callable[..., Path]:
+    """Makes a run file, and a drafter `base` with one checkpoint as training leaves it; gives the run file's path."""
+
+    def make(drafter: Drafter | None = None, prompts: list[dict] | None = None, **sections: Any) -> Path:
+        path = tmp_path / "prompts.jsonl"
+        path.write_text("".join(json.dumps(prompt) + "\n" for prompt in (PROMPTS if prompts is None else prompts)))
+        body = {
+            "root": str(tmp_path / "runs"),
+            "eval": {
+                "benchmarks": {"talk": {"path": str(path)}},
+                "max_new_tokens": 12,
+                "batch_size": 3,
+                "speed_batch_sizes": [1],
+                "speed_prompts": 1,
+                **sections.pop("eval", {}),
+            },
+            **sections,
+        }
+        run = make_run("evaluated", **body)
+        link = tmp_path / "runs" / ".targets"
+        link.parent.mkdir(exist_ok=True)
+        if not link.exists():
+            link.symlink_to(Layout.of(make_run("tiny")).targets)
+        file = tmp_path / "run.yaml"
+        file.write_text(yaml.safe_dump(run.model_dump(mode="json", by_alias=True)))
+        leave_training(run, drafter or tiny_drafter(), tiny_target)
+        return file
+
+    return make
+
+
+def leave_training(run: Run, drafter: Drafter, target: Target) -> None:
+    layout = Layout.of(run)
+    validation = {"acceptance": 1.5, "per_slot": [0.3, 0.2, 0.1], "blocks": 10}
+    writer = CheckpointWriter(layout.checkpoints("base"), 1, 1)
+    writer.save(40, drafter.config, drafter.state_dict(), {}, {"fingerprint": "f", "validation": validation})
+    writer.wait()
+    body = {"fingerprint": "f", "target": target_record(run), "template": template_record(target.tokenizer, {})}
+    publish(layout.train_manifest("base"), "drafter", body)
+
+
+def results(run_file: Path, name: str = "base") -> dict[str, Any]:
+    folder = run_file.parent / "runs" / "evaluated" / "eval" / name
+    assert read_manifest(folder / "manifest.json", "eval")["counts"]["files"] == 1
+    return json.loads((folder / "talk.json").read_text())
+
+
+def test_eval_records_everything_and_says_it(trained: Callable[..., Path], capsys: pytest.CaptureFixture) -> None:
+    file = trained(data={"train": [{"path": "rows.jsonl"}], "max_length": 60})
+    assert exit_code(["eval", str(file)]) == 0
+    body = results(file)
+    assert (body["prompts"], body["responses"]) == (3, 4)
+    assert body["lossless"]["checked"] == body["lossless"]["exact"] == 4
+    assert body["pooled"]["low"] <= body["pooled"]["value"] <= body["pooled"]["high"]
+    assert sum(body["histogram"]) == body["blocks"]
+    assert body["validation"]["acceptance"] == 1.5
+    assert body["past_trained_length"]["tokens"] == 60
+    assert 0 < body["past_trained_length"]["responses_share"] < 1
+    assert [entry["batch_size"] for entry in body["speed"]] == [3, 1]
+    assert all(entry["plain"]["tokens"] == entry["drafted"]["tokens"] for entry in body["speed"])
+    record = body["record"]
+    assert record["template"]["template"]
+    assert "Say a word." in record["prompt"]["text"]
+    assert {"torch", "transformers", "python"} <= record["versions"].keys()
+    assert record["settings"]["max_new_tokens"] == 12
+    said = capsys.readouterr().err
+    assert "acceptance length" in said
+    assert "4 of 4 answers equal" in said
+
+
+def test_an_answer_is_put_before_the_next_turn(trained: Callable[..., Path], tiny_target: Target) -> None:
+    file = trained()
+    assert exit_code(["eval", str(file)]) == 0
+    body = results(file)
+    first, second = (next(e for e in body["examples"] if e["id"] == name) for name in ("two", "two#2"))
+    said = tiny_target.tokenizer.decode(
+        [token for span in first["spans"] for token in span["ids"]], skip_special_tokens=True
+    )
+    assert f"{said}" in second["prompt"]
+    assert "And again?" in second["prompt"]
+
+
+def test_spans_of_an_example_add_up_to_its_text(trained: Callable[..., Path], tiny_target: Target) -> None:
+    engine = Engine(tiny_target, tiny_drafter().eval(), batch_size=1, max_length=64, sampling=Sampling(), stop_ids=())
+    prompt = Prompt("p", [10, 20, 30])
+    (answer,) = engine.generate([prompt], 20)
+    made = example(tiny_target.tokenizer, prompt, answer)
+    assert [token for span in made["spans"] for token in span["ids"]] == list(answer.ids)
+    assert "".join(span["text"] for span in made["spans"]) == tiny_target.tokenizer.decode(answer.ids)
+    assert sum(block["length"] for block in made["blocks"]) == 19
+
+
+def test_an_interrupted_evaluation_goes_on_where_it_was(
+    trained: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = trained()
+    assert exit_code(["eval", str(file)]) == 0
+    folder = file.parent / "runs" / "evaluated" / "eval" / "base"
+    (folder / "manifest.json").unlink()
+    state = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps({**state, "status": "running"}))
+
+    def never(*arguments: Any) -> None:
+        raise AssertionError("measured again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Evaluation, "measure", never)
+        assert exit_code(["eval", str(file)]) == 0
+        assert (folder / "manifest.json").exists()
+        (folder / "manifest.json").unlink()  # now finished work has lost its manifest: somebody wants it made again
+        assert exit_code(["eval", str(file)]) == 1
+
+
+def test_quick_looks_and_smaller_blocks_have_folders_of_their_own(trained: Callable[..., Path]) -> None:
+    file = trained()
+    assert exit_code(["eval", str(file), "--limit", "1", "--block-size", "3"]) == 0
+    body = results(file, "base+block3+limit1")
+    assert (body["prompts"], body["block_size"], body["trained_block_size"]) == (1, 3, B)
+    assert len(body["per_slot"]) == 2
+    assert not (file.parent / "runs" / "evaluated" / "eval" / "base").exists()
+
+
+def test_another_template_than_in_training_is_warned_of_with_both_values(
+    trained: Callable[..., Path], capsys: pytest.CaptureFixture
+) -> None:
+    file = trained(data={"train": [{"path": "rows.jsonl"}], "template_arguments": {"tone": "kind"}})
+    manifest = file.parent / "runs" / "evaluated" / "drafters" / "base" / "train.json"
+    body = json.loads(manifest.read_text())
+    body["template"]["template"] = "abc"
+    manifest.write_text(json.dumps(body))
+    assert exit_code(["eval", str(file), "--limit", "1"]) == 0
+    assert "template: template was 'abc' in training, is '" in capsys.readouterr().err
+    assert differences({"a": {"b": 1}}, {"a": {"b": 2}}, "x") == ["x: a.b was 1 in training, is 2 here"]
+
+
+def test_sampled_evaluation_makes_no_claim_of_equal_text(trained: Callable[..., Path]) -> None:
+    file = trained(eval={"temperature": 1.0, "top_p": 0.9})
+    assert exit_code(["eval", str(file)]) == 0
+    assert results(file)["lossless"] is None
+
+
+def test_somebody_elses_drafter_stands_in_the_same_table(trained: Callable[..., Path], tmp_path: Path) -> None:
+    file, drafter = trained(), tiny_drafter()
+    target = TargetInfo("t", "LlamaForCausalLM", 6, 64, 320, 4096)
+    write_union(tmp_path / "their-drafter", drafter.config, drafter.state_dict(), target, dtype="float32")
+    assert exit_code(["eval", str(file)]) == 0
+    assert exit_code(["eval", str(file), "--drafter-path", str(tmp_path / "their-drafter")]) == 0
+    (folder,) = (file.parent / "runs" / "evaluated" / "eval").glob("path-*their-drafter")
+    ours, theirs = results(file), results(file, folder.name)
+    assert theirs["validation"] is None
+    assert theirs["past_trained_length"] is None
+    assert theirs["pooled"] == ours["pooled"]
+
+
+def test_a_drafter_for_another_target_is_refused_with_both_numbers(
+    trained: Callable[..., Path], capsys: pytest.CaptureFixture
+) -> None:
+    file = trained(drafter=tiny_drafter(width=32))
+    assert exit_code(["eval", str(file)]) == 2
+    assert "width 32, this target has 64" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "prompts", "says"),
+    [
+        ([], [], "holds no prompts"),
+        ([], [{"id": "a", "question": "?"}], "needs `turns`"),
+        ([], [{"id": "a", "turns": ["x"]}] * 2, "repeats 1 ids"),
+        (["--benchmark", "nope"], None, "no benchmark `nope`"),
+        (["--drafter", "nope"], None, "no drafter `nope`"),
+        (["--checkpoint", "step-7"], None, "no checkpoint `step-7`"),
+        (["--block-size", "9"], None, "block size 9 is not between 2 and the drafter's 4"),
+        (["--drafter-path", "no/such/folder"], None, "no/such/folder"),
+    ],
+)
+def test_what_cannot_be_measured_is_said_in_one_line(
+    trained: Callable[..., Path],
+    capsys: pytest.CaptureFixture,
+    arguments: list[str],
+    prompts: list[dict] | None,
+    says: str,
+) -> None:
+    assert exit_code(["eval", str(trained(prompts=prompts)), *arguments]) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert says in errors[0]
+
+
+def test_output_that_is_not_the_targets_fails_with_prompt_and_position(
+    trained: Callable[..., Path], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = sampling.verify
+
+    def accepts_all(drafts: torch.Tensor, *more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        _, tokens = honest(drafts, *more)
+        return torch.full((len(drafts),), B - 1), torch.cat((drafts, tokens[:, -1:]), 1)
+
+    monkeypatch.setattr(sampling, "verify", accepts_all)
+    assert exit_code(["eval", str(trained())]) == 1
+    said = capsys.readouterr().err
+    assert "not lossless: prompt `" in said
+    assert "answer position" in said
+
+
+class TestTies:
+    PROMPTS = (Prompt("a", [10, 20, 30]), Prompt("b", [40, 50]))
+
+    @pytest.fixture
+    def engine(self, tiny_target: Target) -> Engine:
+        drafter = tiny_drafter().eval()
+        return Engine(tiny_target, drafter, batch_size=2, max_length=64, sampling=Sampling(), stop_ids=())
+
+    def test_a_tie_is_counted_and_decoding_goes_on_from_the_plain_token(
+        self, tiny_target: Target, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        plain = {answer.id: answer for answer in engine.generate(self.PROMPTS, 20)}
+        swapped = (*plain["a"].ids[:5], 7, *plain["a"].ids[6:])
+        drafted = {**plain, "a": replace(plain["a"], ids=swapped)}
+        monkeypatch.setattr(lossless.Judge, "gaps", lambda *_: [(5e-5, lossless.FLOAT32_GAP)])
+        verdict = lossless.check(engine, tiny_target, self.PROMPTS, plain, drafted)
+        assert (verdict.checked, verdict.exact, len(verdict.ties)) == (2, 1, 1)
+        assert (verdict.ties[0].prompt, verdict.ties[0].position) == ("a", 5)
+
+    def test_the_same_difference_without_a_tie_is_a_failure(self, tiny_target: Target, engine: Engine) -> None:
+        plain = {answer.id: answer for answer in engine.generate(self.PROMPTS, 20)}
+        drafted = {**plain, "b": replace(plain["b"], ids=(*plain["b"].ids[:3], 7, *plain["b"].ids[4:]))}
+        with pytest.raises(Failure, match="prompt `b`, answer position 3"):
+            lossless.check(engine, tiny_target, self.PROMPTS, plain, drafted)
+
+    def test_answers_of_other_lengths_are_a_failure(self, tiny_target: Target, engine: Engine) -> None:
+        plain = {answer.id: answer for answer in engine.generate(self.PROMPTS, 20)}
+        drafted = {**plain, "b": replace(plain["b"], ids=plain["b"].ids[:9])}
+        with pytest.raises(Failure, match="9 tokens long"):
+            lossless.check(engine, tiny_target, self.PROMPTS, plain, drafted)
+
+    def test_the_judge_sees_each_text_alone(self, tiny_target: Target) -> None:
+        texts = [[10, 20, 30, 40, 50, 60], [70, 80]]
+        judge = lossless.Judge(tiny_target, B)
+        pairs = [(1, 2), (3, 4)]
+        for text, pair, (gap, allowed) in zip(texts, pairs, judge.gaps(texts, pairs), strict=True):
+            logits = tiny_target.logits(torch.tensor([text]))[0, -1]
+            assert gap == pytest.approx(float(logits[pair[0]] - logits[pair[1]]), abs=1e-4)
+            assert allowed == lossless.FLOAT32_GAP
+
+    def test_in_bf16_the_judge_measures_what_rounding_does(self, tiny_target: Target) -> None:
+        coarse = Target(copy.deepcopy(tiny_target.model).to(torch.bfloat16), tiny_target.tokenizer, "cpu")
+        texts = [list(range(10, 40)), list(range(60, 70))]
+        pairs = [tuple(tiny_target.logits(torch.tensor([text]))[0, -1].topk(2).indices.tolist()) for text in texts]
+        exact = lossless.Judge(tiny_target, B).gaps(texts, pairs)
+        for (gap, _), (seen, allowed) in zip(exact, lossless.Judge(coarse, B).gaps(texts, pairs), strict=True):
+            assert seen == pytest.approx(gap, abs=0.5)
+            assert 0 < allowed < 0.5
+
+
+class TestServer:
+    @pytest.fixture
+    def server(self) -> Iterator[str]:
+        """A stub of a server: counts as vLLM does, 2 accepted of 3 drafts a step."""
+        counts = {"steps": 5}
+
+        class Handler(BaseHTTPRequestHandler):
+            def answer(self, text: str) -> None:
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            def do_GET(self) -> None:
+                if self.path == "/v1/models":
+                    self.answer(json.dumps({"data": [{"id": "stub"}]}))
+                    return
+                n = counts["steps"]
+                lines = [
+                    "# TYPE vllm:spec_decode_num_drafts counter",
+                    f'vllm:spec_decode_num_drafts_total{{model_name="stub"}} {n}.0',
+                    f'vllm:spec_decode_num_draft_tokens_total{{model_name="stub"}} {3 * n}.0',
+                    f'vllm:spec_decode_num_accepted_tokens_total{{model_name="stub"}} {2 * n}.0',
+                    *(
+                        f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{k}"}} {hits * n}'
+                        for k, hits in enumerate((1, 1, 0))
+                    ),
+                ]
+                self.answer("\n".join(lines))
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                assert all(isinstance(token, int) for token in body["prompt"])
+                counts["steps"] += 4
+                choice = {"text": "yes", "finish_reason": "stop"}
+                self.answer(json.dumps({"choices": [choice], "usage": {"completion_tokens": 12}}))
+
+            def log_message(self, *arguments: Any) -> None:
+                pass
+
+        http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        thread = threading.Thread(target=http.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{http.server_address[1]}"
+        http.shutdown()
+        thread.join()
+        http.server_close()
+
+    def test_a_servers_own_counters_give_its_acceptance(
+        self, trained: Callable[..., Path], server: str, capsys: pytest.CaptureFixture
+    ) -> None:
+        file = trained()
+        assert exit_code(["eval", str(file), "--server", server]) == 0
+        (path,) = (file.parent / "runs" / "evaluated" / "eval").glob("server-*/talk.json")
+        body = json.loads(path.read_text())
+        assert body["model"] == "stub"
+        assert body["tokens"] == 48  # four turns
+        assert body["served"]["acceptance"] == 3.0
+        assert body["served"]["drafts"] == 16
+        assert body["served"]["per_slot"] == [1.0, 1.0, 0.0]
+        assert "acceptance length 3.00" in capsys.readouterr().err
+
+    def test_a_server_that_is_not_there_is_one_clear_line(
+        self, trained: Callable[..., Path], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("time.sleep", lambda seconds: None)
+        assert exit_code(["eval", str(trained()), "--server", "http://127.0.0.1:9"]) == 1
+        assert "is the server up?" in capsys.readouterr().err
+
+    def test_sglangs_gauge_is_read_and_named(self) -> None:
+        after = Metrics.parse('sglang:spec_accept_length{tp_rank="0"} 2.5\n')
+        assert after.since(Metrics())["acceptance"] == 2.5
+        assert Metrics.parse("nothing here\n").since(Metrics()) == {}
+
+
+def test_messages_without_a_last_answer_are_a_prompt(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    talk = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
+    path.write_text(json.dumps({"messages": talk}) + "\n\n" + json.dumps({"turns": ["x", "y"]}) + "\n")
+    first, second = load_benchmark("b", Benchmark(path=str(path)))
+    assert (first.id, [m["role"] for m in first.turns[0]]) == ("b-0", ["system", "user"])
+    assert (second.id, len(second.turns)) == ("b-2", 2)
+    assert len(load_benchmark("b", Benchmark(path=str(path), limit=1))) == 1
+
+
+def test_presets_name_what_is_missing_where_the_hub_is_out_of_reach() -> None:
+    assert set(PRESETS) >= {
+        "gsm8k",
+        "math500",
+        "humaneval",
+        "mbpp",
+        "mt-bench",
+        "alpaca",
+        "livecodebench",
+        "arena-hard",
+    }
+    with pytest.raises(BadInput, match=r"openai/gsm8k main, split test cannot be loaded .* give `path:`"):
+        load_benchmark("g", Benchmark(preset="gsm8k"))
+    with pytest.raises(BadInput, match="no preset `gsm9k`; there are: gsm8k"):
+        load_benchmark("g", Benchmark(preset="gsm9k"))
+
+
+def test_presets_word_prompts_as_others_do() -> None:
+    assert PRESETS["gsm8k"].turns({"question": "Q?"}) == [
+        "Q?\nPlease reason step by step, and put your final answer within \\boxed{}."
+    ]
+    assert PRESETS["humaneval"].turns({"prompt": "def f():"})[0].endswith("passes the tests:\n```python\ndef f():\n```")
+    assert PRESETS["alpaca"].turns({"instruction": "Do.", "input": "x"}) == ["Do.\n\nInput:\nx"]
+    assert PRESETS["mt-bench"].turns({"prompt": ["a", "b"]}) == ["a", "b"]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from pipeline.consumers import block_hidden
 from pipeline.drafter import Drafter, DrafterConfig, initialise
 from pipeline.interchange_config import TargetInfo
 
@@ -73,3 +74,39 @@ def save_tiny_target(folder: Path, tied: bool) -> TargetInfo:
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     return tiny_target_info(str(folder))
+
+
+def greedy(target: LlamaForCausalLM, prompt: list[int], new_tokens: int) -> list[int]:
+    """Plain greedy continuation, the stop token included, one whole forward a token: nothing that could be wrong."""
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(new_tokens):
+            ids.append(int(target(torch.tensor([ids])).logits[0, -1].argmax()))
+            if ids[-1] == target.config.eos_token_id:
+                break
+    return ids[len(prompt) :]
+
+
+def trained_tensors(config: DrafterConfig, target: LlamaForCausalLM, rows: list[list[int]]) -> dict[str, Tensor]:
+    """A drafter trained for a moment on the target's own rows, so that it accepts some and misses some."""
+    drafter = Drafter(config)
+    drafter.load_state_dict(tiny_tensors(config))
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        outputs = [target(torch.tensor([row]), output_hidden_states=True) for row in rows]
+    states = [torch.cat([out.hidden_states[i + 1][0] for i in config.target_layer_ids], -1) for out in outputs]
+    embedding, head = target.get_input_embeddings().weight.detach(), target.lm_head.weight.detach()
+    for _ in range(60):
+        loss = torch.zeros(())
+        for row, taps in zip(rows, states, strict=True):
+            anchor = int(torch.randint(4, len(row) - config.block_size, (1,), generator=generator))
+            ids = torch.full((config.block_size,), config.mask_token_id)
+            ids[0] = row[anchor]
+            hidden = block_hidden(drafter, taps[:anchor], embedding[ids])
+            labels = torch.tensor(row[anchor + 1 : anchor + config.block_size])
+            loss = loss + torch.nn.functional.cross_entropy(hidden[1:] @ head.T, labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return {name: tensor.detach().clone() for name, tensor in drafter.state_dict().items()}

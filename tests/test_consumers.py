@@ -6,11 +6,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from pipeline.consumers import CONSUMERS, Verdict, check_exports
-from pipeline.interchange import write_union
+from pipeline.consumers import CONSUMERS, Verdict, ask, check_exports
+from pipeline.decode import Engine, Prompt
+from pipeline.interchange import open_checkpoint, write_union
 from pipeline.interchange_config import SLIDING
-from tests.interchange_samples import save_tiny_target, tiny_config, tiny_tensors
+from pipeline.sampling import Sampling
+from pipeline.target import Target
+from tests.interchange_samples import (
+    greedy,
+    save_tiny_target,
+    tiny_config,
+    tiny_target_info,
+    tiny_tensors,
+    trained_tensors,
+)
 from tests.throwaway import consumer_python
 
 SLIDING_LAYERS = {"layer_types": (SLIDING, "full_attention"), "sliding_window": 9}
@@ -30,6 +42,8 @@ CASES: dict[str, tuple[bool, int, dict[str, Any], dict[str, Any]]] = {
     "fp8": (True, 7, {}, {"quantize": "fp8"}),
 }
 Verdicts = dict[str, dict[str, Verdict]]
+NEW_TOKENS, BLOCK = 40, 4
+PROMPTS = [[1, *((7 * n + 13 * i) % 90 + 3 for i in range(6 + n))] for n in range(4)]
 
 
 @pytest.fixture(scope="session")
@@ -85,3 +99,66 @@ def test_other_forms_are_identical_where_they_are_read(verdicts: Verdicts, case:
 def test_a_consumer_that_is_not_installed_is_said_to_be_absent(verdicts: Verdicts) -> None:
     assert set(verdicts["tied-4"]) == set(CONSUMERS)
     assert verdicts["tied-4"]["vllm"] == Verdict("vllm", None, note="not installed")
+
+
+@pytest.fixture(scope="session")
+def targets(exports: dict[str, Path]) -> dict[bool, LlamaForCausalLM]:
+    root = exports["tied-4"].parent
+    return {
+        tied: AutoModelForCausalLM.from_pretrained(root / f"target-{tied}", dtype=torch.float32).eval()
+        for tied in (True, False)
+    }
+
+
+@pytest.fixture(scope="session")
+def plain(targets: dict[bool, LlamaForCausalLM]) -> dict[bool, list[list[int]]]:
+    """Plain greedy answers to all prompts."""
+    return {tied: [greedy(model, prompt, NEW_TOKENS) for prompt in PROMPTS] for tied, model in targets.items()}
+
+
+@pytest.fixture(scope="session")
+def drafted(
+    exports: dict[str, Path],
+    targets: dict[bool, LlamaForCausalLM],
+    plain: dict[bool, list[list[int]]],
+    python: str,
+) -> dict[bool, dict[str, Any]]:
+    """What dflash generates with an export of a drafter trained for a moment, target tied and not."""
+    root, jobs = exports["tied-4"].parent, []
+    for tied, model in targets.items():
+        rows = [prompt + answer for prompt, answer in zip(PROMPTS, plain[tied], strict=True)]
+        rows = [row for row in rows if len(row) > 2 * BLOCK + 6]
+        info, config = tiny_target_info(str(root / f"target-{tied}")), tiny_config(BLOCK)
+        write_union(root / f"trained-{tied}", config, trained_tensors(config, model, rows), info, dtype="float32")
+        where = {"export": str(root / f"trained-{tied}"), "target": info.name}
+        limits = {"prompts": PROMPTS, "max_new_tokens": NEW_TOKENS, "stop": [model.config.eos_token_id]}
+        jobs.append({"kind": "generate", **where, **limits})
+    answers = ask("dflash", jobs, python)["answers"]
+    return {tied: {**answer, "export": job["export"]} for tied, answer, job in zip(targets, answers, jobs, strict=True)}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_dflash_and_our_decoder_say_what_the_target_says(
+    targets: dict[bool, LlamaForCausalLM],
+    plain: dict[bool, list[list[int]]],
+    drafted: dict[bool, dict[str, Any]],
+    tied: bool,
+) -> None:
+    theirs = drafted[tied]
+    assert theirs["outputs"] == plain[tied]
+    drafter = open_checkpoint(theirs["export"]).drafter()
+    target = Target(targets[tied], None, "cpu")
+    stop = [targets[tied].config.eos_token_id]
+    engine = Engine(target, drafter, batch_size=3, max_length=128, sampling=Sampling(), stop_ids=stop)
+    prompts = [Prompt(str(number), ids) for number, ids in enumerate(PROMPTS)]
+    ours = {int(answer.id): answer for answer in engine.generate(prompts, NEW_TOKENS)}
+    kept = []
+    for number, (prompt, lengths) in enumerate(zip(PROMPTS, theirs["lengths"], strict=True)):
+        answer = ours[number]
+        assert list(answer.ids) == plain[tied][number]
+        limit = len(prompt) + NEW_TOKENS  # dflash shortens blocks that would pass it, which changes their guesses
+        whole = [block.length for block in answer.blocks if block.start_position + BLOCK <= limit]
+        assert whole == lengths[: len(whole)]
+        kept += whole
+    assert len(kept) >= 20
+    assert {1, BLOCK} <= set(kept)  # something is drafted, something is missed: equality says something

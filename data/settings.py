@@ -167,6 +167,8 @@ class Extract(Section):
     """Encoded bytes between two resume points."""
     shard_bytes: Positive = 512 << 20
     """Encoded bytes of one Zarr group."""
+    compile: bool = True
+    """Compile the target's layers where it runs on a GPU."""
     keep: bool = True
     """False drops the shards once the last drafter is trained."""
 

@@ -62,7 +62,7 @@ def _regenerate(run: Run, drafter: str | None) -> Settings:
 
 
 def _extract(run: Run, drafter: str | None) -> Settings:
-    return {"target": _target(run), "data": _data(run), "extract": _dump(run.extract, "keep")}
+    return {"target": _target(run), "data": _data(run), "extract": _dump(run.extract, "keep", "compile")}
 
 
 def _train(run: Run, drafter: str | None) -> Settings:

@@ -166,7 +166,7 @@ class Taps:
         self.caught: dict[int, Tensor] = {}
         layers = target.decoder_layers()
         depth = len(layers) if whole else self.layer_ids[-1] + 1
-        self.whole = whole
+        self.whole, self.layers = whole, list(layers)[:depth]
         self.stack = target.stack if whole else truncated(target.stack, target.layers_name, depth)
         self.handles = [layers[i].register_forward_hook(self._catcher(i)) for i in self.layer_ids]
 

@@ -70,9 +70,11 @@ def _tiny(targets: Path, kind: str, seed: str) -> Path:
         raise BadInput(f"target.model: `{kind}:{seed}` needs a whole number as seed, for example `{kind}:7`")
 
     def make(folder: Path) -> dict[str, Any]:
+        from pipeline.target import quiet
         from pipeline.targets_tiny import make_tiny
 
-        make_tiny(folder, int(seed), successor=kind == "tiny-successor")
+        with quiet():
+            make_tiny(folder, int(seed), successor=kind == "tiny-successor")
         return {"source": f"{kind}:{seed}", "weights": _checksums(folder)}
 
     return _once(targets / f"{kind}-{seed}", make)

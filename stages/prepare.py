@@ -186,6 +186,7 @@ class Preparation:
             **account.body(),
             "fingerprint": fingerprint({"made_from": self.wanted, "digest": digest}),
             "made_from": self.wanted,
+            "settings": self.shape["settings"],
             "digest": digest,
             "files": [file_record(path.with_suffix(".parquet"), path.parent)],
             "inputs": {"settings": self.wanted},

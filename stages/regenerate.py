@@ -204,6 +204,7 @@ class Regeneration:
             **account.body(),
             "fingerprint": fingerprint({"made_from": self.wanted, "digest": digest.hexdigest()}),
             "made_from": self.wanted,
+            "settings": self.shape["settings"],
             "digest": digest.hexdigest(),
             "files": [file_record(table_path, table_path.parent)],
             "inputs": {"prompts": self.source["fingerprint"]},

@@ -1,0 +1,382 @@
+"""The target's hidden states at a few layers, cached part by part.
+
+A part's rows are in hash order, cut into windows; a window's shards are written, made durable and recorded together.
+Interrupted, the same command goes on with the first shard that is missing and computes the same batches again, so the
+bytes do not depend on interruptions. The part's manifest is published last. `cache/head.safetensors` and the fitted
+codec are the same for all parts and written once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from data.errors import BadInput, Failure
+from data.layout import Layout, part_name
+from data.manifest import State, file_record, fingerprint, publish, read_manifest, require_equal
+from data.settings import Run, load_run
+from data.shaping import shaping
+
+if TYPE_CHECKING:
+    from data.codec import Codec
+    from pipeline.extraction import Extraction, Shard, Teacher
+    from pipeline.job import Job
+    from pipeline.target import Target
+    from pipeline.windows import Window, Work
+
+SAMPLE_STATES = 8192
+"""States that a fitted codec is fitted to."""
+POLICY_ROWS = 256
+"""Rows, over all parts, whose supervised tokens are compared with the target's own argmax; at most 1 of 8."""
+
+
+@click.command("extract")
+@click.argument("run_file", type=click.Path())
+@click.option("--part", type=click.IntRange(min=0), help="One part; all of them, one after the other, when omitted.")
+@click.option("--force", is_flag=True, help="Start although the disk looks too small.")
+def command(run_file: str, part: int | None, force: bool) -> None:
+    """Run the target once and cache its hidden states."""
+    run = load_run(run_file)
+    if run.cache.run is not None:
+        raise BadInput(f"{run_file}: takes its cache from run `{run.cache.run}`; extract that one")
+    if part is not None and part >= run.extract.parts:
+        raise BadInput(f"--part {part}: this run has parts 0 to {run.extract.parts - 1}")
+    from pipeline.job import job
+
+    with ExitStack() as stack:
+        machine = Machine(run, stack)
+        for number in range(run.extract.parts) if part is None else (part,):
+            with job(run, "extract", label=part_name(number), gpus=run.target.gpus) as work:
+                Part(run, number, machine, work, force).make()
+
+
+class Machine:
+    """The target and the pipeline around it, loaded for the first part that needs them and kept for the rest."""
+
+    def __init__(self, run: Run, stack: ExitStack) -> None:
+        self.run, self._stack = run, stack
+        self._target: Target | None = None
+        self._extraction: Extraction | None = None
+
+    def target(self, device: str) -> Target:
+        from pipeline.target import load_target
+
+        if self._target is None:
+            self._target = load_target(self.run, device)
+        return self._target
+
+    def extraction(self, layer_ids: tuple[int, ...], codec: Codec, teacher: Teacher) -> Extraction:
+        from pipeline.extraction import Encoder, Extraction
+
+        if self._extraction is None:
+            assert self._target is not None
+            compiled = self.run.extract.compile and self._target.device.type == "cuda"
+            encoder = Encoder(self._target, layer_ids, codec, teacher, compiled)
+            settings = self.run.extract
+            pipe = Extraction(encoder, codec.width, settings.tokens_per_batch, self.run.data.max_length)
+            self._extraction = self._stack.enter_context(pipe)
+        return self._extraction
+
+
+class Part:
+    """One part of the cache being made."""
+
+    def __init__(self, run: Run, part: int, machine: Machine, work: Job, force: bool) -> None:
+        self.run, self.part, self.machine, self.work, self.force = run, part, machine, work, force
+        self.layout = Layout.of(run)
+        self.manifest = self.layout.cache_part(part)
+        self.folder = self.layout.cache / part_name(part)
+        self.state = State(self.folder / "state.json")
+        self.table = self.layout.tokens(part).with_suffix(".parquet")
+        self.tokens = read_manifest(self.layout.tokens(part), "tokens")
+        check_tokens(run, self.layout.tokens(part), self.tokens)
+
+    def make(self) -> None:
+        from data.part import publish_part
+        from pipeline.console import say
+
+        shaped = self._shape()
+        if self._current(shaped):
+            say(f"extract {part_name(self.part)}: there and current")
+            self.state.set("done")
+            return
+        if self.state.forced(self.manifest):
+            shutil.rmtree(self.folder)
+        self.manifest.unlink(missing_ok=True)
+        self.state.set("running")
+        self._check_table()
+        body = self._body(shaped)
+        on_policy = self._on_policy()
+        records = self._shards(body)
+        self._sweep({record["name"] for record in records})
+        publish_part(self.layout, self.part, {**body, "on_policy": on_policy}, records)
+        self.state.set("done")
+
+    def _shape(self) -> dict[str, Any]:
+        """What shapes this part, as far as it is known without loading weights."""
+        from data.part import cache_settings
+        from pipeline.extraction import Teacher
+        from pipeline.target import load_config, tap_layers, target_record
+
+        config = load_config(self.run)
+        self.layer_ids = tap_layers(self.run.extract.layers, config.num_hidden_layers)
+        self.width = config.hidden_size
+        extras = self.run.extract.extras
+        self.teacher = Teacher("last_hidden" in extras, self.run.extract.top_k if "top_k" in extras else 0)
+        return {
+            "settings": json.loads(json.dumps(cache_settings(self.run))),
+            "layer_ids": list(self.layer_ids),
+            "target": target_record(self.run),
+            "inputs": {"tokens": self.tokens["fingerprint"]},
+        }
+
+    def _current(self, shaped: Mapping[str, Any]) -> bool:
+        if not self.manifest.exists():
+            return False
+        made = read_manifest(self.manifest, "cache")
+        return all(made.get(field) == value for field, value in shaped.items())
+
+    def _check_table(self) -> None:
+        wanted = self.tokens["files"][0]
+        if not self.table.exists() or file_record(self.table, self.table.parent) != wanted:
+            raise BadInput(f"{self.table}: not the table that its manifest describes: make its part of tokens again")
+
+    def _works(self, part: int | None = None) -> Iterator[Work]:
+        from data.tokens import read_tokens
+        from pipeline.windows import work_of
+
+        table = self.table if part is None else self.layout.tokens(part).with_suffix(".parquet")
+        return (work_of(row, bool(self.teacher)) for row in read_tokens(table))
+
+    def _body(self, shaped: Mapping[str, Any]) -> dict[str, Any]:
+        from data.part import part_body
+
+        target = self.machine.target(self.work.device)
+        if target.width != self.width:
+            raise BadInput(f"target: width {target.width}, its configuration says {self.width}")
+        publish_head(self.layout, target, {"target": shaped["target"], "dtype": str(target.dtype)})
+        self.codec = self._codec(target, shaped)
+        template = {name: self.tokens.get(name) for name in ("template", "tokenizer", "arguments")}
+        teacher = self.teacher.arrays(self.width)
+        inputs = shaped["inputs"]
+        return part_body(
+            self.run, self.codec, self.layer_ids, target.vocab, shaped["target"], template, inputs, teacher
+        )
+
+    def _codec(self, target: Target, shaped: Mapping[str, Any]) -> Codec:
+        """The codec of all parts; a fitted one is fitted to the first rows of the lowest part that has tokens."""
+        from data.codec import CODECS, make_codec
+        from data.part import shared_codec
+
+        name = self.run.extract.codec
+        layers = len(self.layer_ids)
+        if not CODECS[name].fitted:
+            identity = fingerprint([name, layers, self.width])
+            return shared_codec(self.layout, identity, lambda: make_codec(name, layers, self.width))
+        identity = fingerprint([name, self.layer_ids, shaped["target"], self.run.target.dtype])
+        return shared_codec(self.layout, identity, lambda: make_codec(name, layers, self.width, self._sample(target)))
+
+    def _sample(self, target: Target) -> Any:
+        from pipeline.console import say
+        from pipeline.extraction import state_sample
+
+        first = min(part for part in range(self.run.extract.parts) if self.layout.tokens(part).exists())
+        works: list[Work] = []
+        for work in self._works(first):
+            if sum(each.row.states for each in works) >= SAMPLE_STATES:
+                break
+            if work.row.states:
+                works.append(work)
+        if not works:
+            raise BadInput(f"{self.layout.tokens(first)}: no row has an anchor: nothing to extract")
+        say(f"fitting codec {self.run.extract.codec} to {sum(w.row.states for w in works)} states")
+        return state_sample(target, self.layer_ids, works)
+
+    def _on_policy(self) -> dict[str, Any]:
+        from pipeline.console import say
+        from pipeline.extraction import on_policy
+
+        rows = self.tokens["counts"]["rows"]
+        wanted = min(-(-POLICY_ROWS // self.run.extract.parts), -(-rows // 8))
+        works = [work for work, _ in zip(self._works(), range(wanted), strict=False)]
+        hits, total = on_policy(self.machine.target(self.work.device), works)
+        share = hits / total if total else 0.0
+        say(f"on-policy: {100 * share:.1f} % of {total} supervised tokens of {len(works)} rows are the target's argmax")
+        return {"rows": len(works), "tokens": total, "share": round(share, 6)}
+
+    def _shards(self, body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """Records of all shards, those of an earlier attempt included."""
+        from pipeline.console import Progress
+        from pipeline.windows import Sizes, windows
+
+        teacher = sum(spec.nbytes for spec in self.teacher.arrays(self.width).values())
+        sizes = Sizes(
+            self.codec.bytes_per_state(), teacher, self.run.extract.window_bytes, self.run.extract.shard_bytes
+        )
+        self._check_disk(sizes)
+        records: dict[int, Mapping[str, Any]] = {}
+        extraction = self.machine.extraction(self.layer_ids, self.codec, self.teacher)
+        meter = Meter(extraction, part_name(self.part))
+        rows = self.tokens["counts"]["rows"]
+        with Progress(rows, f"extract {part_name(self.part)}", unit="rows") as bar:
+            for window in windows(self._works(), sizes):
+                self._window(window, body, records, extraction, meter, bar)
+            extraction.drain()
+        meter.report()
+        return [records[number] for number in sorted(records)]
+
+    def _window(
+        self,
+        window: Window,
+        body: Mapping[str, Any],
+        records: dict[int, Mapping[str, Any]],
+        extraction: Extraction,
+        meter: Meter,
+        bar: Any,
+    ) -> None:
+        from data.part import upload_shard
+        from data.shard import ShardWriter, finished
+        from pipeline.extraction import Place, Shard
+
+        def done(number: int, record: Mapping[str, Any]) -> None:
+            records[number] = upload_shard(self.layout, self.part, body, record)
+
+        def ready(tokens: int) -> None:
+            self.work.check_stop()
+            bar.advance(0, note=meter.note())
+
+        works, places = [], []
+        with ExitStack() as stack:
+            for number, rows in enumerate(window.shards, window.first_shard):
+                path = self.folder / f"shard-{number:05d}.zarr"
+                shard: Shard | None = None
+                if found := finished(path, body["fingerprint"]):
+                    done(number, found)
+                else:
+                    teacher = self.teacher.arrays(self.width)
+                    writer = ShardWriter(
+                        path,
+                        self.codec,
+                        [work.row for work in rows],
+                        body["fingerprint"],
+                        self.run.extract.compressor,
+                        teacher,
+                        {"layer_ids": list(self.layer_ids), "last_hidden": "post-norm"},
+                    )
+                    stack.enter_context(writer)
+                    shard = Shard(writer, partial(done, number))
+                works += rows
+                places += [None if shard is None else Place(shard, i) for i in range(len(rows))]
+            stack.pop_all()
+        extraction.window(works, places, ready)
+        bar.advance(len(works), note=meter.note())
+
+    def _check_disk(self, sizes: Any) -> None:
+        from data.store import Bucket, open_store
+        from pipeline.console import say, size
+
+        if isinstance(open_store(self.layout, self.run.extract.store), Bucket):
+            return
+        need = sum(sizes.of(work) + 6 * len(work.row.token_ids) for work in self._works())
+        have = shutil.disk_usage(self.folder).free + sum(
+            path.stat().st_size for path in self.folder.rglob("*") if path.is_file()
+        )
+        say(f"extract {part_name(self.part)}: {size(need)} to store, {size(have)} free")
+        if need > have and not self.force:
+            raise Failure(
+                f"{self.folder}: part {self.part} needs {size(need)}, the disk has {size(have)} for it: free some, "
+                "set another root or codec, or pass --force"
+            )
+
+    def _sweep(self, keep: set[str]) -> None:
+        """Remove shards of earlier settings, which nothing names any more."""
+        from data.shard import discard
+
+        for path in self.folder.glob("shard-*.zarr"):
+            if path.name not in keep:
+                discard(path)
+        for record in self.folder.glob("shard-*.json"):
+            if record.with_suffix(".zarr").name not in keep:
+                record.unlink()
+
+
+class Meter:
+    """Speed of this attempt, and the share of its time that the device waited for the disk."""
+
+    def __init__(self, extraction: Extraction, name: str) -> None:
+        import time
+
+        self.extraction, self.name = extraction, name
+        self.clock = time.monotonic
+        self.started = self.clock()
+        self.before = (extraction.tokens, extraction.padded_tokens, extraction.waited)
+
+    def note(self) -> str:
+        seconds = max(self.clock() - self.started, 1e-9)
+        tokens = self.extraction.tokens - self.before[0]
+        waited = self.extraction.waited - self.before[2]
+        return f"{tokens / seconds:,.0f} tokens/s, waiting for disk: {100 * waited / seconds:.0f} %"
+
+    def report(self) -> None:
+        from pipeline.console import say
+        from pipeline.extraction import compilations
+
+        tokens = self.extraction.tokens - self.before[0]
+        padding = self.extraction.padded_tokens - self.before[1] - tokens
+        say(
+            f"extract {self.name}: {tokens:,} tokens, {self.note()}; padding {100 * padding / max(tokens, 1):.1f} %, "
+            f"{len(self.extraction.shapes)} batch shapes, {compilations()} compilations"
+        )
+
+
+def check_tokens(run: Run, path: Path, manifest: Mapping[str, Any]) -> None:
+    """Raises BadInput when the tokens were made with other settings than the run has now, naming the first."""
+    stage = "prepare" if run.data.responses == "keep" else "regenerate"
+    made = manifest.get("settings")
+    if made is not None:
+        require_equal(
+            path, flat(made), flat(json.loads(shaping(run, stage))), f"run `draftmill {stage}` again, or change it back"
+        )
+
+
+def flat(body: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Nested settings as `{"data.max_length": 3072, ...}`."""
+    found: dict[str, Any] = {}
+    for name, value in body.items():
+        found |= flat(value, f"{before}{name}.") if isinstance(value, Mapping) else {before + name: value}
+    return found
+
+
+def publish_head(layout: Layout, target: Target, identity: Mapping[str, Any]) -> None:
+    """Write `head.safetensors` and its manifest unless they are there for this target; safe among parts."""
+    from pipeline.head import save_head
+
+    about = layout.head.with_suffix(".json")
+    with locked(layout.cache / ".head.lock"):
+        if about.exists() and layout.head.exists():
+            made = read_manifest(about, "head")
+            if {name: made.get(name) for name in identity} == dict(identity):
+                return
+        temporary = layout.head.with_name(".head.tmp")
+        save_head(target.head().to("cpu", target.dtype), temporary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, layout.head)
+        publish(about, "head", {**identity, "files": [file_record(layout.head, layout.cache)]})
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

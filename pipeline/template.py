@@ -220,21 +220,39 @@ class Template:
     def _located(self, messages: Messages, tools: Sequence[Any], place: int, number: int) -> Answer:
         before = self.text(messages[:place], tools, prompt=True)
         text = self.text(messages[: place + 1], tools)
+        thinking = literal_thinking(messages[place])
+        if thinking and thinking.strip() not in text:
+            text = self._as_generated(messages[place]["content"], before, text)
         if not text.startswith(before):
             raise Rejected("prompt_not_prefix", f"answer {number}: ...{before[-60:]!r}")
         require_answer(messages[place], text[len(before) :])
         body, end = self._end_of_turn(text, len(before), len(text))
         return Answer(text, len(before), body, end, number)
 
+    def _as_generated(self, content: str, before: str, rendered: str) -> str:
+        """An answer whose thinking the template strips, as the target generates it: behind the prompt, word for word.
+
+        Where the prompt opens the thinking, the content's own opening is not repeated.
+        """
+        answer = rendered.rindex(content.rpartition(">")[2].strip())
+        body, end = self._end_of_turn(rendered, answer, len(rendered))
+        opening = next((o for o, _ in THINKING if content.lstrip().startswith(o)), "")
+        if opening and before.rstrip().endswith(opening):
+            opened = before[before.rindex(opening) :]
+            if not content.lstrip().startswith(opened):
+                raise Rejected("thinking_open", f"the prompt opens with {opened!r}, the answer does not")
+            content = content.lstrip()[len(opened) :]
+        return before + content + rendered[body:end]
+
     def _end_of_turn(self, text: str, start: int, stop: int) -> tuple[int, int]:
-        """Where the end-of-turn token of the answer `text[start:stop]` begins and ends."""
+        """Where the end-of-turn token of the answer `text[start:stop]` begins and ends: its last special token."""
         marks = list(self.special_text.finditer(text, start, stop))
         if not marks or text[marks[-1].end() : stop].strip():
             raise Rejected("no_end_of_turn", repr(text[start:stop][-60:]))
-        end = marks[-1]
-        if any(mark[0] == end[0] for mark in marks[:-1]):
-            raise Rejected("end_inside_answer", end[0])
-        return end.start(), end.end()
+        body, end = marks[-1].span()
+        if text.find(text[body:end], start, body) >= 0:
+            raise Rejected("end_inside_answer", text[body:end])
+        return body, end
 
     def _marked(self, messages: Messages, tools: Sequence[Any], places: list[int]) -> list[Answer]:
         """Answers as the template's own `{% generation %}` marks give them, with their end of turn."""
@@ -367,6 +385,15 @@ def require_answer(message: Mapping[str, Any], rendered: str) -> None:
     for wanted in (content.strip(), *names):
         if wanted not in rendered:
             raise Rejected("answer_not_rendered", repr(wanted[:60]))
+
+
+def literal_thinking(message: Mapping[str, Any]) -> str:
+    """Thinking that is written out in an answer's content."""
+    content = message["content"].lstrip()
+    for opening, close in THINKING:
+        if content.startswith(opening) and close in content:
+            return content.partition(close)[0].removeprefix(opening)
+    return ""
 
 
 def without_thinking(text: str, start: int, end: int, prompt: str = "") -> list[tuple[int, int]]:

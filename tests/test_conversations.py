@@ -1,0 +1,239 @@
+"""Any conversation file in: shapes, containers and odd rows."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from data.conversations import REASONS, Conversation, Rejected, detect, normalise, with_system
+from data.errors import BadInput
+from data.settings import Source
+from data.sources import chunks, decode, source_record
+
+USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
+TURNS = (USER, ASSISTANT)
+
+
+def rows_of(path: Path, **more: Any) -> list[Any]:
+    source = Source(path=str(path), **more)
+    return [decode(row) for chunk in chunks([source], path.parent / "cache") for row in chunk.rows]
+
+
+@pytest.mark.parametrize(
+    ("record", "form"),
+    [
+        ({"messages": [USER, ASSISTANT]}, "messages"),
+        ({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]}, "conversations"),
+        ({"prompt": "hi", "response": "hello"}, "prompt_response"),
+        ({"question": "hi", "answer": "hello"}, "prompt_response"),
+        ({"prompt": [USER], "completion": [ASSISTANT]}, "prompt_response"),
+        ({"instruction": "hi", "input": "", "output": "hello"}, "alpaca"),
+        ({"messages": json.dumps(TURNS)}, "messages"),
+        (
+            {"messages": [USER, {"role": "assistant", "content": [{"type": "text", "text": "hel"}, {"text": "lo"}]}]},
+            "messages",
+        ),
+    ],
+)
+def test_shapes_become_the_same_conversation(record: dict[str, Any], form: str) -> None:
+    assert detect(record) == form
+    assert normalise(record).messages == TURNS
+
+
+def test_alpaca_input_follows_the_instruction() -> None:
+    made = normalise({"instruction": "Sum", "input": "1 2", "output": "3", "system": "Be brief."})
+    assert [m["content"] for m in made.messages] == ["Be brief.", "Sum\n\n1 2", "3"]
+
+
+def test_turns_are_questions() -> None:
+    made = normalise({"id": 7, "turns": ["one", "two"]})
+    assert made.row_id == "7"
+    assert made.messages == ({"role": "user", "content": "one"}, {"role": "user", "content": "two"})
+
+
+def test_token_ids_with_and_without_mask() -> None:
+    assert normalise({"input_ids": [1, 2], "labels": [-100, 2]}).supervised == (False, True)
+    assert normalise({"token_ids": [1, 2], "loss_mask": [0, 1]}).supervised == (False, True)
+    assert normalise({"token_ids": [1, 2]}).supervised is None
+
+
+def test_tools_reasoning_and_results_are_kept() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+    rows = [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "need a sum"},
+        {"role": "tool", "tool_call_id": "c1", "content": "4"},
+        {"role": "assistant", "content": "It is 4."},
+    ]
+    made = normalise({"messages": rows, "tools": '[{"type": "function"}]'})
+    assert made.tools == ({"type": "function"},)
+    assert made.messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 2}}
+    assert made.messages[1]["reasoning_content"] == "need a sum"
+    assert made.messages[2]["tool_call_id"] == "c1"
+
+
+def test_sharegpt_function_calls() -> None:
+    turns = [
+        {"from": "human", "value": "2+2"},
+        {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2}}'},
+        {"from": "observation", "value": "4"},
+        {"from": "gpt", "value": "4."},
+    ]
+    made = normalise({"conversations": turns})
+    assert [m["role"] for m in made.messages] == ["user", "assistant", "tool", "assistant"]
+
+
+def test_a_system_prompt_is_added_only_where_there_is_none() -> None:
+    plain, own = (
+        normalise({"messages": [*TURNS]}),
+        normalise({"messages": [{"role": "system", "content": "Own"}, *TURNS]}),
+    )
+    assert with_system(plain, "New").messages[0]["content"] == "New"
+    assert with_system(own, "New").messages[0]["content"] == "Own"
+
+
+def test_a_conversation_survives_its_own_text() -> None:
+    made = normalise({"id": "a", "messages": [*TURNS], "response_ids": [3, 4], "finished": False})
+    assert Conversation.loads(made.dumps()) == made
+
+
+ODD: list[tuple[Any, str]] = [
+    ([], "not_an_object"),
+    ("text", "not_an_object"),
+    ({}, "unknown_format"),
+    ({"foo": 1}, "unknown_format"),
+    ({"messages": []}, "empty"),
+    ({"messages": "not a list"}, "wrong_format"),
+    ({"messages": ["hi"]}, "wrong_format"),
+    ({"messages": [{"role": "system", "content": "only"}]}, "no_user"),
+    ({"messages": [ASSISTANT, USER]}, "assistant_first"),
+    ({"messages": [USER, {"role": "assistant", "content": ""}]}, "empty_answer"),
+    ({"messages": [USER, {"role": "assistant", "content": " \n"}]}, "empty_answer"),
+    ({"messages": [{"role": "user", "content": ""}, ASSISTANT]}, "empty_content"),
+    ({"messages": [USER, {"role": "assistant", "content": None}]}, "null_content"),
+    ({"messages": [USER, {"role": "assistant"}]}, "null_content"),
+    ({"messages": [USER, {"role": "assistant", "content": 5}]}, "content_not_text"),
+    ({"messages": [USER, {"role": "narrator", "content": "x"}]}, "unknown_role"),
+    ({"messages": [USER, {"role": None, "content": "x"}]}, "unknown_role"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, ASSISTANT]}, "image"),
+    ({"messages": [{"role": "user", "content": [{"type": "odd"}]}, ASSISTANT]}, "unknown_part"),
+    ({"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {}}]}]}, "bad_tool_call"),
+    ({"messages": [{"role": "user", "content": "\ud800"}, ASSISTANT]}, "not_utf8"),
+    ({"token_ids": []}, "empty"),
+    ({"token_ids": [1, -2]}, "bad_token_ids"),
+    ({"token_ids": [1, 2.5]}, "bad_token_ids"),
+    ({"token_ids": [1, True]}, "bad_token_ids"),
+    ({"token_ids": [1, 2], "supervised": [True]}, "bad_token_ids"),
+    ({"text": "  "}, "empty"),
+]
+
+
+@pytest.mark.parametrize(("record", "reason"), ODD)
+def test_odd_rows_are_dropped_by_the_right_reason(record: Any, reason: str) -> None:
+    assert reason in REASONS
+    with pytest.raises(Rejected) as caught:
+        normalise(record)
+    assert caught.value.reason == reason
+
+
+def test_a_forced_format_is_not_guessed_around() -> None:
+    assert normalise({"messages": [*TURNS], "text": "abc"}, "text").text == "abc"
+    with pytest.raises(Rejected, match="wrong_format"):
+        normalise({"messages": [*TURNS]}, "alpaca")
+
+
+@pytest.mark.parametrize("value", ["", None, 1.5, True, ["a"]])
+def test_ids_that_name_nothing_are_no_ids(value: Any) -> None:
+    assert normalise({"id": value, "messages": [*TURNS]}).row_id is None
+
+
+LINES = b'\xef\xbb\xbf{"text": "a"}\r\n\n{"text": "\xc3\xa9"}\n'
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "jsonl.zst", "json"])
+def test_lines_in_any_wrapping(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"rows.{suffix}"
+    pack = {"gz": gzip.compress, "zst": zstandard.compress}.get(suffix.rpartition(".")[2], bytes)
+    path.write_bytes(pack(LINES))
+    assert rows_of(path) == [{"text": "a"}, {"text": "é"}]
+
+
+def test_json_arrays_are_read_one_by_one(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    body = [{"text": "x" * 300_000, "n": i} for i in range(8)]
+    path.write_text(json.dumps(body, indent=1))
+    assert rows_of(path) == body
+    path.write_text(json.dumps(body))
+    assert rows_of(path) == body
+
+
+def test_json_objects_that_wrap_rows(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps({"version": 1, "data": [{"text": "a"}, {"text": "b"}]}, indent=1))
+    assert rows_of(path) == [{"text": "a"}, {"text": "b"}]
+
+
+def test_tables(tmp_path: Path) -> None:
+    records = [{"prompt": "a, b", "response": "line\nbreak"}, {"prompt": "é", "response": "x"}]
+    with (tmp_path / "rows.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["prompt", "response"])
+        writer.writeheader()
+        writer.writerows(records)
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "rows.parquet")
+    datasets.Dataset.from_list(records).save_to_disk(tmp_path / "saved")
+    for name in ("rows.csv", "rows.parquet", "saved"):
+        assert rows_of(tmp_path / name) == records
+
+
+def test_saved_datasets_with_splits(tmp_path: Path) -> None:
+    split = datasets.Dataset.from_list([{"text": "a"}])
+    datasets.DatasetDict({"train": split, "test": split}).save_to_disk(tmp_path / "saved")
+    assert rows_of(tmp_path / "saved", split="test") == [{"text": "a"}]
+    with pytest.raises(BadInput, match="no split `dev`; it has: train, test"):
+        rows_of(tmp_path / "saved", split="dev")
+
+
+def test_folders_are_read_in_the_order_of_names(tmp_path: Path) -> None:
+    folder = tmp_path / "rows"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "b.jsonl").write_text('{"text": "2"}\n')
+    (folder / "a.jsonl").write_text('{"text": "1"}\n')
+    (folder / "sub" / "c.jsonl").write_text('{"text": "3"}\n')
+    (folder / "README.md").write_text("no rows")
+    assert [row["text"] for row in rows_of(folder)] == ["1", "2", "3"]
+    assert [row["text"] for row in rows_of(folder, limit=2)] == ["1", "2"]
+
+
+def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
+    cut = tmp_path / "rows.jsonl.gz"
+    cut.write_bytes(gzip.compress(LINES * 100)[:-20])
+    odd, array = tmp_path / "rows.xml", tmp_path / "rows.json"
+    odd.write_text("<a/>")
+    array.write_text('[{"text": "a"}, {"text"')
+    for path, words in (
+        (cut, "cannot be read to its end"),
+        (odd, "unknown kind of file"),
+        (array, "cut or broken"),
+        (tmp_path / "none.jsonl", "does not exist"),
+    ):
+        with pytest.raises(BadInput, match=words) as caught:
+            rows_of(path)
+        assert str(path) in str(caught.value)
+
+
+def test_a_source_is_known_by_its_content(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(LINES)
+    first = source_record(Source(path=str(path)))
+    assert source_record(Source(path=str(path))) == first
+    path.write_bytes(LINES + b'{"text": "b"}\n')
+    assert source_record(Source(path=str(path))) != first

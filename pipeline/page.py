@@ -1,0 +1,295 @@
+"""The report page: one HTML file with everything in it, readable offline, in light and dark, and on paper."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from html import escape
+from typing import Any
+
+from pipeline.figures import amount, duration, names, themed
+from pipeline.page_style import STYLE
+from pipeline.report import Body, DrafterStory, Story
+
+OPEN = 3
+"""Groups of generations that are shown without a click."""
+Section = tuple[str, str, str]
+"""Anchor, title, body."""
+
+
+def render(story: Story, pictures: Mapping[str, str]) -> str:
+    """The whole page; `pictures` are raw SVG texts of `pipeline/figures.py` by stem."""
+    sections = [section for section in _sections(story, pictures) if section[2]]
+    body = "".join(f'<h2 id="{anchor}">{escape(title)}</h2>{content}' for anchor, title, content in sections)
+    links = "".join(f'<a href="#{anchor}">{escape(title)}</a>' for anchor, title, _ in sections)
+    name = escape(story.run.name)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{name}: draftmill report</title><style>{STYLE}</style></head><body><main>"
+        f'<h1>{name}</h1><p class="sub">{_subtitle(story)}</p>{_tiles(story)}<nav>{links}</nav>{body}'
+        "</main></body></html>\n"
+    )
+
+
+def _subtitle(story: Story) -> str:
+    run = story.run
+    what = "drafter" if len(run.drafters) == 1 else "drafters"
+    names = ", ".join(escape(name) for name in run.drafters)
+    return f"DFlash {what} <b>{names}</b> for <code>{escape(run.target.model)}</code>"
+
+
+def _sections(story: Story, pictures: Mapping[str, str]) -> Iterable[Section]:
+    everyone = [*story.drafters, *story.others]
+    yield "acceptance", "Acceptance", _acceptance(story, everyone, pictures)
+    yield "slots", "Slot by slot", "".join(_slots(drafter, pictures) for drafter in everyone)
+    yield "training", "Training", _training(story, pictures)
+    yield "speed", "Speed", _speed(everyone)
+    yield "time", "Time", _figure(pictures, "times")
+    yield "data", "Data and cache", _data(story, pictures)
+    yield "examples", "Generations", _examples(everyone)
+    yield "settings", "Settings and fingerprints", _settings(story)
+    yield "missing", "Not in this report", _missing(story)
+
+
+def _tiles(story: Story) -> str:
+    """The few numbers that people ask for first."""
+    tiles: list[tuple[str, str]] = []
+    bodies = [body for drafter in story.drafters for body in drafter.evaluations if body["pooled"]["value"]]
+    if bodies:
+        best = max(bodies, key=lambda body: body["pooled"]["value"])
+        tiles.append((f"{best['pooled']['value']:.2f}", f"tokens a target pass, {_of(best)}"))
+        speeds = [(speed["speedup"], body, speed) for body in bodies for speed in body["speed"] if speed["speedup"]]
+        if speeds:
+            value, body, speed = max(speeds, key=lambda item: (item[2]["batch_size"] == 1, item[0]))
+            tiles.append((f"{value:.2f}x", f"plain decoding, batch {speed['batch_size']}, {_of(body)}"))
+        checked = [body["lossless"] for body in bodies if body["lossless"]]
+        if checked:
+            same, whole = (sum(verdict[key] for verdict in checked) for key in ("exact", "checked"))
+            ties = sum(verdict["tie_count"] for verdict in checked)
+            note = "answers equal plain decoding's" + (f"; {ties} ties of rounding" if ties else "")
+            tiles.append((f"{same}/{whole}", note))
+    else:
+        walks = [(drafter.walk["acceptance"], drafter.name) for drafter in story.drafters if drafter.walk]
+        if walks:
+            value, name = max(walks)
+            tiles.append((f"{value:.2f}", f"tokens a pass on held-out rows, {escape(name)}"))
+    if story.cache is not None:
+        tiles.append((amount(story.cache.counts["bytes"]), f"cache of {story.cache.counts['states']:,} states"))
+    if story.times:
+        tiles.append((duration(sum(time.span for time in story.times)), "in all stages together"))
+    cells = "".join(f'<div class="tile"><b>{value}</b><span>{note}</span></div>' for value, note in tiles)
+    return f'<div class="tiles">{cells}</div>' if cells else ""
+
+
+def _of(body: Body) -> str:
+    return escape(f"{body['drafter']} on {body['benchmark']}")
+
+
+def _missing(story: Story) -> str:
+    folder = f"{story.run.folder}/"
+    lines = "".join(f"<li>{escape(line.replace(folder, ''))}</li>" for line in story.missing)
+    return f'<ul class="note">{lines}</ul>' if lines else ""
+
+
+def _acceptance(story: Story, everyone: list[DrafterStory], pictures: Mapping[str, str]) -> str:
+    rows = []
+    for drafter in everyone:
+        for name, body in zip(names(drafter), drafter.evaluations, strict=True):
+            checked = body["lossless"]
+            exact = f"{checked['exact']}/{checked['checked']}" if checked else "-"
+            rows.append([
+                escape(name),
+                escape(drafter.name),
+                _interval(body["pooled"]),
+                _interval(body["per_response"]),
+                body["block_size"],
+                body["prompts"],
+                f"{body['blocks']:,}",
+                exact + (f" (+{checked['tie_count']} ties)" if checked and checked["tie_count"] else ""),
+            ])  # fmt: skip
+    if not rows:
+        return ""
+    note = (
+        "<p>New tokens that one pass of the target yields: accepted drafts and the bonus token, cut after a stop. "
+        "Pooled over all blocks; <i>per response</i> averages each answer's own mean. Intervals are 95 %, bootstrapped "
+        "over prompts. <i>Exact</i> counts drafted answers that equal plain decoding token for token.</p>"
+    )
+    head = ("benchmark", "drafter", "pooled", "per response", "block", "prompts", "blocks", "exact")
+    warnings = [text for drafter in everyone for body in drafter.evaluations for text in body["warnings"]]
+    told = "".join(f'<p class="warn">{escape(text)}</p>' for text in dict.fromkeys(warnings))
+    return note + _figure(pictures, "acceptance") + _table(head, rows, right=(4, 5, 6)) + told
+
+
+def _interval(body: Mapping[str, Any]) -> str:
+    if body["value"] is None:
+        return "-"
+    return f'<b>{body["value"]:.2f}</b> <span class="note">{body["low"]:.2f} to {body["high"]:.2f}</span>'
+
+
+def _slots(drafter: DrafterStory, pictures: Mapping[str, str]) -> str:
+    shown = _figure(pictures, f"slots-{drafter.name}") + _figure(pictures, f"histogram-{drafter.name}")
+    if not shown:
+        return ""
+    gaps = [gap for body in drafter.evaluations if body.get("validation") for gap in body["validation"]["gaps"]]
+    note = (
+        "" if not gaps else '<p class="warn">Decoding lies further below the validation walk than chance explains.</p>'
+    )
+    return f"<h3>{escape(drafter.name)}</h3>{shown}{note}"
+
+
+def _training(story: Story, pictures: Mapping[str, str]) -> str:
+    rows = []
+    for drafter in story.drafters:
+        if drafter.trained is None:
+            continue
+        made, last = drafter.trained, drafter.steps[-1] if drafter.steps else {}
+        walk = drafter.walk
+        rows.append([
+            escape(drafter.name),
+            made["steps"],
+            made["best"]["step"],
+            f"{walk['acceptance']:.2f}" if walk else "-",
+            f"{last['loss']:.3f}" if last else "-",
+            f"{1e3 * last['seconds_per_step']:.0f} ms" if last else "-",
+            f"{last['tflops']:.3g}" if last else "-",
+            f"{made['rows']['train']:,} / {made['rows']['validation']:,}",
+        ])  # fmt: skip
+    head = ("drafter", "steps", "best step", "walk", "last loss", "a step", "TFLOP/s", "rows trained / held out")
+    shown = _figure(pictures, "curves") + _figure(pictures, "throughput")
+    return shown + (_table(head, rows, right=range(1, 8)) if rows else "")
+
+
+def _speed(everyone: list[DrafterStory]) -> str:
+    rows = [
+        [
+            escape(name),
+            escape(drafter.name),
+            speed["batch_size"],
+            speed["prompts"],
+            f"{speed['plain']['tokens_per_s'] or 0:,.0f}",
+            f"{speed['drafted']['tokens_per_s'] or 0:,.0f}",
+            f"<b>{speed['speedup']:.2f}x</b>" if speed["speedup"] else "-",
+        ]
+        for drafter in everyone
+        for name, body in zip(names(drafter), drafter.evaluations, strict=True)
+        for speed in body.get("speed", ())
+    ]
+    if not rows:
+        return ""
+    note = "<p>Wall clock, the same engine with and without the drafter, in one process.</p>"
+    head = ("benchmark", "drafter", "batch", "prompts", "plain tokens/s", "drafted tokens/s", "speedup")
+    return note + _table(head, rows, right=range(2, 7))
+
+
+def _data(story: Story, pictures: Mapping[str, str]) -> str:
+    counts = [("prompts", story.prompts), ("token rows", story.tokens and story.tokens["counts"])]
+    if story.cache is not None:
+        counts.append(("cache", story.cache.counts))
+    rows = [
+        [escape(what), ", ".join(_count(key, value) for key, value in body.items())] for what, body in counts if body
+    ]
+    shown = _table(("what", "counts"), rows) if rows else ""
+    if story.cache is not None:
+        cache = story.cache
+        taps = ", ".join(map(str, cache.layers))
+        shown += (
+            f"<p>States of layers {taps}, width {cache.width}, codec {escape(cache.codec)}, "
+            f"compressor {escape(cache.compressor)}. What each codec would take:</p>{_figure(pictures, 'codecs')}"
+        )
+    return shown + _row_example(story.tokens)
+
+
+def _count(key: str, value: int) -> str:
+    return amount(value) if key == "bytes" else f"{value:,} {escape(key.replace('_', ' '))}"
+
+
+def _row_example(tokens: Body | None) -> str:
+    """One training row; what is learned is marked."""
+    pieces = ((tokens or {}).get("example") or {}).get("pieces")
+    if not pieces:
+        return ""
+    text = "".join(f'<span class="a">{escape(part)}</span>' if learned else escape(part) for part, learned in pieces)
+    note = '<h3>One training row</h3><p class="note">Supervised tokens are marked.</p>'
+    return f'{note}<div class="talk"><div class="answer">{text}</div></div>'
+
+
+def _examples(everyone: list[DrafterStory]) -> str:
+    talks = [
+        f"<h3>{escape(drafter.name)} on {escape(name)}</h3>{''.join(map(_talk, examples))}"
+        for drafter in everyone
+        for name, body in zip(names(drafter), drafter.evaluations, strict=True)
+        if (examples := (body.get("examples") or [])[:2])
+    ]
+    if not talks:
+        return ""
+    legend = (
+        '<div class="legend"><span><i class="a">accepted</i> <i class="a2">drafts</i> shaded block by block</span>'
+        '<span><i class="b">bonus</i> the target&#39;s own token, one a block</span>'
+        '<span><i class="f">first</i> from reading the prompt</span></div>'
+    )
+    more = "".join(talks[OPEN:])
+    rest = f"<details><summary>{len(talks[OPEN:])} more</summary>{more}</details>" if more else ""
+    return legend + "".join(talks[:OPEN]) + rest
+
+
+def _talk(example: Body) -> str:
+    kinds = {"bonus": "b", "first": "f"}
+    spans = "".join(
+        f'<span class="{kinds.get(span["kind"], "a2" if span["block"] % 2 else "a")}">{escape(span["text"])}</span>'
+        for span in example["spans"]
+    )
+    lengths = [block["length"] for block in example["blocks"]]
+    mean = f"{sum(lengths) / len(lengths):.2f} tokens a pass over {len(lengths)} blocks" if lengths else "no block"
+    prompt = escape(example["prompt"].strip())
+    answer = f'<div class="answer">{spans}</div><p class="note">{mean}</p>'
+    return f'<div class="talk"><p class="prompt">{prompt}</p>{answer}</div>'
+
+
+def _settings(story: Story) -> str:
+    rows: list[list[str]] = []
+    if story.cache is not None:
+        rows.append(["cache, part 0", _code(story.cache.manifest["fingerprint"])])
+        rows.append(["target", _code(_brief(story.cache.manifest["target"]))])
+        rows.append(["template", _code(_brief(story.cache.manifest["template"]))])
+    for drafter in story.drafters:
+        if drafter.trained is not None:
+            mask = drafter.trained["mask_token"]
+            rows.append([f"drafter {escape(drafter.name)}", _code(drafter.trained["fingerprint"])])
+            rows.append(["mask token", f"{mask['id']} ({escape(str(mask['reason']))})"])
+        if drafter.exported is not None:
+            rows.append([f"export {escape(drafter.name)}", _code(drafter.exported["fingerprint"])])
+        for body in drafter.evaluations[:1]:
+            record = body["record"]
+            versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+            rows.append(["measured on", escape(f"{record['device']}, {record['dtype']}; {versions}")])
+    whole = json.dumps(
+        story.run.model_dump(mode="json", by_alias=True, exclude_unset=True), indent=2, ensure_ascii=False
+    )
+    shown = _table(("what", "value"), rows) if rows else ""
+    return f"{shown}<details><summary>The run file</summary><pre>{escape(whole)}</pre></details>"
+
+
+def _brief(body: Mapping[str, Any]) -> str:
+    """The short entries of a record, as text."""
+    return ", ".join(f"{key} {value}" for key, value in body.items() if isinstance(value, str) and len(value) <= 80)
+
+
+def _code(text: str) -> str:
+    return f"<code>{escape(text)}</code>"
+
+
+def _figure(pictures: Mapping[str, str], stem: str) -> str:
+    return f"<figure>{themed(pictures[stem])}</figure>" if stem in pictures else ""
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[Any]], right: Iterable[int] = ()) -> str:
+    """Cells are HTML already; columns in `right` are numbers."""
+    marked = set(right)
+    side = {True: ' class="n"', False: ""}
+    top = "".join(f"<th{side[index in marked]}>{escape(text)}</th>" for index, text in enumerate(head))
+    lines = "".join(
+        "<tr>" + "".join(f"<td{side[index in marked]}>{cell}</td>" for index, cell in enumerate(row)) + "</tr>"
+        for row in rows
+    )
+    return f'<div class="scroll"><table><tr>{top}</tr>{lines}</table></div>'

@@ -1,0 +1,222 @@
+"""What is known of a run, gathered from its files: the matter of the report page. Whatever is absent is said so.
+
+Everything here is plain data from manifests, `metrics.jsonl`, `eval/*/*.json` and job status files; nothing is
+computed again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from data.cache import cache_layout
+from data.errors import BadInput
+from data.layout import Layout
+from data.manifest import read_json, read_manifest
+from data.settings import Run
+from pipeline.journal import statuses
+
+Body = dict[str, Any]
+STAGES = ("prepare", "regenerate", "extract", "verify", "train", "eval", "export", "report")
+
+
+@dataclass(frozen=True)
+class DrafterStory:
+    """One drafter: `trained` is train.json (None: not finished), `steps` and `walks` the lines of metrics.jsonl,
+    `evaluations` the bodies of its benchmarks, `exported` its export's manifest."""
+
+    name: str
+    trained: Body | None = None
+    steps: list[Body] = field(default_factory=list)
+    walks: list[Body] = field(default_factory=list)
+    evaluations: list[Body] = field(default_factory=list)
+    exported: Body | None = None
+
+    @property
+    def block_size(self) -> int | None:
+        if self.trained is not None:
+            return self.trained["config"]["block_size"]
+        return next((body["block_size"] for body in self.evaluations), None)
+
+    @property
+    def walk(self) -> Body | None:
+        """Numbers of the validation walk at the checkpoint that was kept as best."""
+        if self.trained is not None and self.trained["best"]["validation"]:
+            return self.trained["best"]["validation"]
+        return self.walks[-1]["validation"] if self.walks else None
+
+
+@dataclass(frozen=True)
+class CacheFacts:
+    """A finished cache, all parts together. `codecs`: bytes that each codec would take for the same states."""
+
+    counts: dict[str, int]
+    layers: list[int]
+    width: int
+    codec: str
+    compressor: str
+    codecs: dict[str, int]
+    manifest: Body
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """Newest attempts of a stage's jobs: seconds of work in all, and from the first start to the last sign of life."""
+
+    stage: str
+    jobs: int
+    work: float
+    span: float
+    unfinished: int
+
+
+@dataclass(frozen=True)
+class Story:
+    """All of a run. `missing` says in plain words what could not be shown and which command makes it."""
+
+    run: Run
+    drafters: list[DrafterStory]
+    others: list[DrafterStory]
+    cache: CacheFacts | None
+    prompts: dict[str, int] | None
+    tokens: Body | None
+    times: list[StageTime]
+    missing: list[str]
+
+
+def gather(run: Run) -> Story:
+    """Read everything that there is of a run."""
+    layout, missing = Layout.of(run), _Missing()
+    drafters = [_drafter(layout, name, missing, bool(run.eval.benchmarks)) for name in run.drafters]
+    known = {drafter.name for drafter in drafters}
+    folders = sorted(path.parent.name for path in layout.folder.glob("eval/*/manifest.json"))
+    others = [
+        DrafterStory(name, evaluations=list(_evaluations(layout, name, missing)))
+        for name in folders
+        if name not in known
+    ]
+    return Story(
+        run,
+        drafters,
+        [other for other in others if other.evaluations],
+        _cache(run, missing),
+        missing.attempt(lambda: _sums(run, layout.prompts, "prompts")),
+        missing.attempt(lambda: _example(layout, run)),
+        list(stage_times(run)),
+        missing.lines,
+    )
+
+
+class _Missing:
+    """Collects what is absent: the files' own errors name the file and what to run."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def attempt(self, read: Callable[[], Any]) -> Any:
+        """What `read` returns, or None with a line when a file is not there or not usable."""
+        try:
+            return read()
+        except BadInput as error:
+            self.lines.append(str(error))
+            return None
+
+
+def _drafter(layout: Layout, name: str, missing: _Missing, evaluated: bool) -> DrafterStory:
+    lines = list(metrics_lines(layout.metrics(name)))
+    if not lines:
+        missing.lines.append(f"{layout.metrics(name)}: no curves yet: run `draftmill train`")
+    return DrafterStory(
+        name,
+        missing.attempt(lambda: read_manifest(layout.train_manifest(name), "drafter")),
+        [line for line in lines if "loss" in line],
+        [line for line in lines if "validation" in line],
+        list(_evaluations(layout, name, missing)) if evaluated else [],
+        missing.attempt(lambda: read_manifest(layout.export_manifest(name), "export")),
+    )
+
+
+def metrics_lines(path: Path) -> Iterator[Body]:
+    """Lines of metrics.jsonl; a line that a kill has torn is left out."""
+    if not path.exists():
+        return
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.endswith("}"):
+            yield json.loads(line)
+
+
+def _evaluations(layout: Layout, name: str, missing: _Missing) -> Iterator[Body]:
+    manifest = missing.attempt(lambda: read_manifest(layout.eval_manifest(name), "eval"))
+    for record in manifest["files"] if manifest else ():
+        path = layout.eval(name) / record["path"]
+        body = missing.attempt(lambda path=path: read_json(path, "run `draftmill eval` again"))
+        if body is not None and "histogram" in body:
+            yield body
+
+
+def _sums(run: Run, path: Callable[[int], Path], kind: str) -> dict[str, int]:
+    """Counts of a part's manifests, added up over parts."""
+    total: dict[str, int] = {}
+    for part in range(run.extract.parts):
+        for key, value in read_manifest(path(part), kind)["counts"].items():
+            if isinstance(value, int):
+                total[key] = total.get(key, 0) + value
+    return total
+
+
+def _example(layout: Layout, run: Run) -> Body:
+    """Counts of the token tables, and one rendered row."""
+    first = read_manifest(layout.tokens(0), "tokens")
+    return {"counts": _sums(run, layout.tokens, "tokens"), "example": first.get("example")}
+
+
+def _cache(run: Run, missing: _Missing) -> CacheFacts | None:
+    layout = cache_layout(run)
+    if not layout.cache_part(0).exists() and Layout.of(run).dropped.exists():
+        missing.lines.append(f"{layout.cache}: the cache was dropped after training (extract.keep: false)")
+        return None
+    counts = missing.attempt(lambda: _sums(run, layout.cache_part, "cache"))
+    if counts is None:
+        return None
+    manifest = read_manifest(layout.cache_part(0), "cache")
+    layers, width = manifest["layer_ids"], manifest["width"]
+    return CacheFacts(
+        counts,
+        layers,
+        width,
+        manifest["codec"]["name"],
+        manifest["compressor"],
+        {name: size * counts["states"] for name, size in codec_sizes(len(layers), width).items()},
+        manifest,
+    )
+
+
+def codec_sizes(layers: int, width: int) -> dict[str, int]:
+    """Stored bytes of one position by codec."""
+    import torch
+
+    from data.codec import CODECS, make_codec
+
+    sample = torch.linspace(-1, 1, 16 * layers * width).view(16, layers, width)
+    return {name: make_codec(name, layers, width, sample).bytes_per_state() for name in CODECS}
+
+
+def stage_times(run: Run) -> Iterator[StageTime]:
+    """Time by stage, in the order of a run."""
+    jobs = [job for job in statuses(run) if job.get("started") and job.get("seen")]
+    for stage in STAGES[:-1]:
+        own = [job for job in jobs if job["stage"] == stage]
+        if not own:
+            continue
+        starts, ends = [_seconds(job["started"]) for job in own], [_seconds(job["seen"]) for job in own]
+        work = sum(end - start for start, end in zip(starts, ends, strict=True))
+        unfinished = sum(job["status"] != "done" for job in own)
+        yield StageTime(stage, len(own), work, max(ends) - min(starts), unfinished)
+
+
+def _seconds(moment: str) -> float:
+    return datetime.fromisoformat(moment).timestamp()

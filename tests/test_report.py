@@ -1,0 +1,167 @@
+"""The report page: from everything, from nothing, and from what lies between."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from data.layout import Layout
+from data.settings import Run
+from pipeline.report import gather, metrics_lines
+from stages.report import command
+from tests.report_samples import (
+    DRAFTERS,
+    sample_run,
+    write_data,
+    write_evaluation,
+    write_everything,
+    write_training,
+)
+
+VOID = {"meta", "br", "hr", "path", "use", "rect", "circle", "image", "stop"}
+
+
+class Page(HTMLParser):
+    """Open tags that were never closed, what the page would fetch, and its text."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.fetched: list[str] = []
+        self.text = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.open += [] if tag in VOID else [tag]
+        for name, value in attrs:
+            if name in ("src", "href", "xlink:href", "data") and not (value or "").startswith("#"):
+                self.fetched.append(f"{tag} {name}={value}")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def report(run: Run, folder: Path) -> str:
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(run.model_dump(mode="json", exclude_unset=True)))
+    done = CliRunner().invoke(command, [str(path)], catch_exceptions=False)
+    assert done.exit_code == 0
+    return Layout.of(run).report.read_text()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, str]:
+    root = tmp_path_factory.mktemp("report")
+    run = write_everything(root)
+    return run, report(run, root)
+
+
+def test_the_page_is_whole_and_fetches_nothing(finished: tuple[Run, str]) -> None:
+    page = Page(finished[1])
+    assert page.open == []
+    assert page.fetched == []
+    assert "url(http" not in finished[1]
+    assert "<script" not in finished[1]
+
+
+def test_every_section_stands_there_with_its_pictures(finished: tuple[Run, str]) -> None:
+    run, html = finished
+    assert re.findall(r'<h2 id="(\w+)"', html) == [
+        "acceptance", "slots", "training", "speed", "time", "data", "examples", "settings", "missing"
+    ]  # fmt: skip
+    assert html.count("<svg") == 5 + 2 * len(DRAFTERS)
+    assert {path.stem for path in Layout.of(run).report.parent.glob("*.svg")} == {
+        "acceptance", "curves", "throughput", "times", "codecs",
+        *(f"{kind}-{name}" for kind in ("slots", "histogram") for name in DRAFTERS),
+    }  # fmt: skip
+
+
+def test_pictures_follow_the_page_and_files_stand_alone(finished: tuple[Run, str]) -> None:
+    run, html = finished
+    assert "var(--s1)" in html
+    assert not re.search(r"#(0[1-4]){3}\b", html)  # no stand-in colour is left
+    alone = (Layout.of(run).report.parent / "acceptance.svg").read_text()
+    assert "var(--" not in alone
+    assert not re.search(r"#(0[1-4]){3}\b", alone)
+
+
+def test_text_of_answers_is_text_never_markup(finished: tuple[Run, str]) -> None:
+    assert "&lt;b&gt;72&lt;/b&gt; &amp; nothing" in finished[1]
+    assert "<b>72</b>" not in finished[1]
+
+
+def test_numbers_are_those_of_the_files(finished: tuple[Run, str]) -> None:
+    run, html = finished
+    body = json.loads((Layout.of(run).eval("base") / "gsm8k.json").read_text())
+    text = Page(html).text
+    assert f"{body['pooled']['value']:.2f} {body['pooled']['low']:.2f} to {body['pooled']['high']:.2f}" in text
+    assert "6.2 GiB" in text
+    assert "756/768" in text
+
+
+def test_the_same_files_give_the_same_page(finished: tuple[Run, str], tmp_path: Path) -> None:
+    again = report(finished[0], tmp_path)
+    assert again == finished[1]
+
+
+def test_a_run_that_has_nothing_yet_says_what_is_missing(tmp_path: Path) -> None:
+    text = Page(report(sample_run(tmp_path), tmp_path)).text
+    for name in ("prompts/part-0000.json", "cache/part-0000.json", "drafters/base/train.json", "metrics.jsonl"):
+        assert name in text
+    assert "Settings and fingerprints" in text
+
+
+@pytest.mark.parametrize("parts", [("training",), ("evaluation",), ("data",), ("training", "data")])
+def test_any_part_of_a_run_makes_a_page(tmp_path: Path, parts: tuple[str, ...]) -> None:
+    run = sample_run(tmp_path)
+    if "data" in parts:
+        write_data(run)
+    for drafter in DRAFTERS if "training" in parts else ():
+        write_training(run, drafter, steps=20)
+    if "evaluation" in parts:
+        write_evaluation(run, "base")
+        write_evaluation(run, "path-z-lab--other")
+    html = report(run, tmp_path)
+    assert ('id="training"' in html) == ("training" in parts)
+    assert ('id="acceptance"' in html) == ("evaluation" in parts)
+    assert ("path-z-lab--other" in html) == ("evaluation" in parts)
+    assert ('id="time"' in html) == ("data" in parts)
+
+
+def test_a_damaged_file_is_named_and_the_rest_is_shown(tmp_path: Path) -> None:
+    run = write_everything(tmp_path)
+    (Layout.of(run).eval("base") / "gsm8k.json").write_text("{")
+    Layout.of(run).train_manifest("dpace").write_text("{}")
+    story = gather(run)
+    assert any("gsm8k.json" in line for line in story.missing)
+    assert any("dpace/train.json" in line for line in story.missing)
+    assert [len(drafter.evaluations) for drafter in story.drafters] == [2, 3]
+
+
+def test_a_line_torn_by_a_kill_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
+    assert list(metrics_lines(tmp_path / "metrics.jsonl")) == [{"step": 1, "loss": 2.0}]
+
+
+def test_a_run_without_benchmarks_and_with_odd_slots_is_drawn(tmp_path: Path) -> None:
+    run = write_everything(tmp_path)
+    path = Layout.of(run).eval("base") / "gsm8k.json"
+    body = json.loads(path.read_text())
+    nothing = {"value": None, "low": None, "high": None}
+    body |= {"per_slot": [None] * 15, "histogram": [0] * 17, "pooled": nothing, "per_response": nothing}
+    body |= {"examples": [], "lossless": None, "blocks": 0, "validation": None}
+    path.write_text(json.dumps(body))
+    assert Page(report(run, tmp_path)).open == []

@@ -38,6 +38,7 @@ COMMON = (
     "width",
     "vocab_size",
     "target",
+    "model",
     "template",
     "codec",
     "compressor",
@@ -71,6 +72,7 @@ def part_body(
     template: Mapping[str, Any],
     inputs: Mapping[str, str],
     teacher: Mapping[str, ArraySpec] | None = None,
+    model: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Everything that shaped a part; its `fingerprint` field stands for all of it, and marks each of its shards."""
     body = {
@@ -79,6 +81,7 @@ def part_body(
         "width": codec.width,
         "vocab_size": vocab_size,
         "target": dict(target),
+        "model": dict(model or {}),
         "template": dict(template),
         "codec": codec.record(),
         "compressor": run.extract.compressor,

@@ -7,8 +7,9 @@ backward on a CPU, and dense float32 is the oracle.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
@@ -32,6 +33,19 @@ class DenseMask:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self.allowed, enable_gqa=q.shape[1] != k.shape[1])
 
 
+class ContiguousGradient(torch.autograd.Function):
+    """Identity whose gradient is laid out head by head: FlexAttention's backward took 2.8 ms on rows of all heads side
+    by side, 1.8 ms on this (H200, 32 heads of 128, Q 8192, KV 12288)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy.contiguous()
+
+
 class FlexMask:
     """Block tables and the predicate, over static device buffers that each batch refills."""
 
@@ -53,4 +67,6 @@ class FlexMask:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Must be compiled by the caller: eager FlexAttention materialises all scores."""
-        return flex_attention(q, k, v, block_mask=self.block_mask, enable_gqa=q.shape[1] != k.shape[1])
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        mixed = flex_attention(q, k, v, block_mask=self.block_mask, enable_gqa=q.shape[1] != k.shape[1])
+        return ContiguousGradient.apply(mixed)

@@ -121,7 +121,10 @@ class Step:
         wrap = compiler(mode)
         self.run_context, self.run_blocks = wrap(context_of), wrap(block_inputs)
         self.run_layer, self.run_norm, self.hits = wrap(run_layer), wrap(run_norm), wrap(chunk_hits)
-        self.narrow = NarrowWeights(drafter, dtype, fp8) if dtype != torch.float32 else None
+        self.narrow = NarrowWeights(drafter, dtype, fp8, wrap) if dtype != torch.float32 else None
+        copies = self.narrow.copies if self.narrow is not None and optimizer.muon is None else {}
+        optimizer.attach(copies, wrap)
+        self.refresh_apart = self.narrow is not None and not copies
         self.loss = ChunkedLoss(head, rule, shape.blocks, fp8=fp8, compiled=wrap)
         self.buffer = torch.zeros(shape.offsets()[1], dtype=torch.uint8, device=device)
         self.inputs = shape.device_views(self.buffer)
@@ -212,7 +215,7 @@ class Step:
     def run_update(self) -> None:
         self.optimizer.update()
         self.sums["norm"].add_(self.optimizer.norm)
-        if self.narrow is not None:
+        if self.refresh_apart:
             self.narrow.refresh()
 
     @torch.no_grad()

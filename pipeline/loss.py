@@ -21,7 +21,10 @@ from torch import Tensor
 from data import settings
 from pipeline.batches import decay_weights
 from pipeline.head import TargetHead
-from pipeline.products import E4M3, E5M2, quantise, scaled_product
+from pipeline.products import E4M3, E5M2, quantise, require_float8_sides, scaled_product
+
+CHUNK_LOGITS = 160 << 20
+"""Logits of one chunk (320 MiB in bf16): 1,100 rows of a vocabulary of 152k."""
 
 
 def default_decay(block_size: int) -> float:
@@ -156,17 +159,19 @@ class ChunkedLoss:
         rule: LossRule,
         blocks: int,
         *,
-        chunk_rows: int = 1024,
+        chunk_logits: int = CHUNK_LOGITS,
         fp8: bool = False,
         compiled: Callable[[Callable], Callable] = lambda function: function,
     ) -> None:
         self.head, self.rule, self.fp8 = head, rule, fp8
-        self.chunk_blocks = max(1, min(blocks, chunk_rows // rule.block_size))
+        rows = chunk_logits // head.lm_head.shape[0]
+        self.chunk_blocks = max(1, min(blocks, rows // rule.block_size))
         self.decay = torch.from_numpy(decay_weights(rule.block_size, rule.decay)).to(head.lm_head.device)
         self.chunk_gradient, self.teacher_gradient = compiled(chunk_gradient), compiled(teacher_gradient)
         self.quantise = compiled(quantise)
         self.shape = Shape(head.logit_multiplier, head.softcap)
         if fp8:
+            require_float8_sides("lm_head", head.lm_head)
             rows, self.weight_scale = quantise(head.lm_head, E4M3)
             self.rows, self.columns = rows, rows.t().contiguous()
 

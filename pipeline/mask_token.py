@@ -1,60 +1,74 @@
-"""Which token's embedding fills a block's unknown slots."""
+"""Which token's embedding fills a block's unknown slots.
+
+Extraction records what the target offers (`mask_record`), so that training chooses (`choose_mask`) without the
+target or its tokenizer.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Set
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from data.errors import BadInput
 
 
-def mask_token_id(
-    setting: Literal["auto"] | int | str, tokenizer: PreTrainedTokenizerBase, embedding_rows: int, used_ids: Set[int]
+def mask_record(tokenizer: PreTrainedTokenizerBase, embedding_rows: int) -> dict[str, Any]:
+    """What a target offers as mask tokens: `candidates` [[id, reason], ...] by rule, `reserved` ids by name, `special`
+    texts to ids.
+
+    The rule: the tokenizer's mask token, else the lowest embedding row above the tokenizer, else special tokens.
+    Never pad, BOS, EOS or the unknown token.
+    """
+    named = {name: getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos", "unk")}
+    reserved = {name: token for name, token in named.items() if token is not None}
+    special = {t.content: i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
+    candidates: list[tuple[int, str]] = []
+    if tokenizer.mask_token_id is not None:
+        candidates.append((tokenizer.mask_token_id, "the tokenizer's mask token"))
+    spare = max(tokenizer.get_vocab().values()) + 1
+    if spare < embedding_rows:
+        candidates.append((spare, "the lowest embedding row above the tokenizer"))
+    candidates += [(i, f"the special token {t}, which nothing else uses") for t, i in sorted(special.items())]
+    free = [[i, reason] for i, reason in candidates if i not in reserved.values()]
+    return {"candidates": free, "reserved": reserved, "special": special}
+
+
+def choose_mask(
+    setting: int | str,
+    record: Mapping[str, Any],
+    vocab_size: int,
+    occurrences: Callable[[Sequence[int]], Mapping[int, int]],
 ) -> tuple[int, str]:
-    """The mask token's id, and in a few words why it is that one.
+    """The mask token's id and why it was taken, from a `mask_record`.
 
-    `auto`: the tokenizer's mask token, else the lowest embedding row above the tokenizer, else a special token that
-    is not in `used_ids` (ids that the template or any row contains). Never pad, BOS or EOS.
-
-    Raises BadInput when the setting is out of range, not a token or one of those, or when no token is free.
+    `occurrences` counts ids in the rows; a token that occurs there is refused.
+    Raises BadInput when the setting is out of range, reserved, unknown or in the rows, or when no token is free.
     """
     if setting == "auto":
-        return _automatic(tokenizer, embedding_rows, used_ids)
-    token = setting if isinstance(setting, int) else _by_text(setting, tokenizer)
-    if not 0 <= token < embedding_rows:
-        raise BadInput(f"mask_token: id {token} is outside the target's {embedding_rows} embedding rows")
-    for name, taken in _reserved(tokenizer).items():
+        candidates = [(int(token), str(reason)) for token, reason in record["candidates"]]
+        counts = occurrences([token for token, _ in candidates])
+        free = [(token, reason) for token, reason in candidates if not counts[token]]
+        if not free:
+            raise BadInput("mask_token: the target has no mask token, spare row or unused special token: name an id")
+        return free[0]
+    token, reason = (setting, "id by hand") if isinstance(setting, int) else _by_text(setting, record["special"])
+    if not 0 <= token < vocab_size:
+        raise BadInput(f"mask_token: id {token} is outside the target's vocabulary of {vocab_size} rows")
+    for name, taken in record["reserved"].items():
         if token == taken:
             raise BadInput(f"mask_token: id {token} is the tokenizer's {name} token; name another, or `auto`")
-    return token, "named in the run file" + ("; it occurs in the data" if token in used_ids else "")
+    if seen := occurrences([token])[token]:
+        raise BadInput(f"mask_token: id {token} occurs {seen} times in the rows; name one that does not, or `auto`")
+    return token, reason
 
 
-def _automatic(tokenizer: PreTrainedTokenizerBase, embedding_rows: int, used_ids: Set[int]) -> tuple[int, str]:
-    reserved = {*_reserved(tokenizer).values(), tokenizer.unk_token_id}
-    if tokenizer.mask_token_id is not None and tokenizer.mask_token_id not in reserved:
-        return tokenizer.mask_token_id, "the tokenizer's mask token"
-    vocabulary = tokenizer.get_vocab()
-    spare = max(vocabulary.values()) + 1
-    if spare < embedding_rows:
-        return spare, "the lowest embedding row above the tokenizer"
-    added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    free = sorted((added | set(tokenizer.all_special_ids)) - reserved - set(used_ids))
-    if not free:
-        raise BadInput("mask_token: the target has no mask token, spare row or unused special token: name one by hand")
-    return free[0], f"the special token {tokenizer.convert_ids_to_tokens(free[0])}, which nothing else uses"
-
-
-def _by_text(text: str, tokenizer: PreTrainedTokenizerBase) -> int:
-    vocabulary = tokenizer.get_vocab()
-    if text in vocabulary:
-        return vocabulary[text]
-    near = difflib.get_close_matches(text, vocabulary, n=1, cutoff=0.5)
-    raise BadInput(f"mask_token: {text!r} is not a token of the target" + (f"; near: {near[0]!r}" if near else ""))
-
-
-def _reserved(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    named = {name: getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
-    return {name: token for name, token in named.items() if token is not None}
+def _by_text(text: str, special: Mapping[str, int]) -> tuple[int, str]:
+    if text in special:
+        return special[text], f"{text} by hand"
+    near = difflib.get_close_matches(text, special, n=1, cutoff=0.5)
+    raise BadInput(
+        f"mask_token: {text!r} is not a special token of the target" + (f"; near: {near[0]}" if near else "")
+    )

@@ -1,19 +1,23 @@
 """Clipping, AdamW, Muon and the schedule, all from device tensors, so that a captured step never asks the host.
 
-AdamW is torch's own fused kernel; it takes `found_inf` (freeze on bad numbers) and `grad_scale` (clipping). Muon is
-ours because torch's reads its learning rate on the host.
+AdamW is ours because the step wants three things in one pass over memory that torch's fused kernel does in three:
+clip, update, and refresh the narrow copy of the weight (13.0 ms against 8.5 ms at a billion parameters on an H200).
+Muon is ours because torch's reads its learning rate on the host. Both are compared step for step with torch's.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from data.settings import Train
 
+EPSILON = 1e-8
+"""AdamW's, added to the root of the second moment."""
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Quintic coefficients of the orthogonalisation (Jordan et al. 2024, Muon)."""
 
@@ -45,29 +49,66 @@ def orthogonalise(matrix: Tensor, steps: int = 5) -> Tensor:
 class Muon:
     """Momentum, orthogonalised, for 2-D matrices; the update is that of `torch.optim.Muon` (Nesterov, 0.95)."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], lr: Tensor, weight_decay: float) -> None:
-        self.parameters, self.lr, self.weight_decay, self.momentum = list(parameters), lr, weight_decay, 0.95
+    def __init__(self, parameters: Iterable[nn.Parameter], weight_decay: float) -> None:
+        self.parameters, self.weight_decay, self.momentum = list(parameters), weight_decay, 0.95
         self.state = [torch.zeros_like(parameter) for parameter in self.parameters]
 
     @torch.no_grad()
-    def step(self, grad_scale: Tensor, found_inf: Tensor) -> None:
-        """One update with gradients divided by `grad_scale`; nothing moves where `found_inf` is 1."""
-        keep = found_inf > 0
+    def step(self, lr: Tensor, grad_scale: Tensor, keep: Tensor) -> None:
+        """One update at rate `lr` [] with gradients divided by `grad_scale` []; nothing moves where `keep` is set."""
         for parameter, average in zip(self.parameters, self.state, strict=True):
             gradient = parameter.grad / grad_scale
             moved = average.lerp(gradient, 1 - self.momentum)
             update = orthogonalise(gradient.lerp(moved, self.momentum)).float()
-            rate = self.lr * max(1.0, parameter.shape[0] / parameter.shape[1]) ** 0.5
-            new = parameter * (1 - self.lr * self.weight_decay) - rate * update
+            rate = lr * max(1.0, parameter.shape[0] / parameter.shape[1]) ** 0.5
+            new = parameter * (1 - lr * self.weight_decay) - rate * update
             average.copy_(torch.where(keep, average, moved))
             parameter.copy_(torch.where(keep, parameter, new))
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Scalars of one update, float32 [] on the device; `keep` bool [] leaves everything as it was."""
+
+    lr: Tensor
+    correction1: Tensor
+    correction2: Tensor
+    grad_scale: Tensor
+    keep: Tensor
+
+
+def adamw(
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    means: Sequence[Tensor],
+    squares: Sequence[Tensor],
+    copies: Sequence[Tensor | None],
+    decays: Sequence[float],
+    betas: tuple[float, float],
+    rates: Rates,
+) -> None:
+    """AdamW (Loshchilov, Hutter 2019, algorithm 2) in place, and each weight's narrow copy; one kernel a tensor."""
+    for parameter, gradient, mean, square, copy, decay in zip(
+        parameters, gradients, means, squares, copies, decays, strict=True
+    ):
+        scaled = gradient / rates.grad_scale
+        new_mean = mean.lerp(scaled, 1 - betas[0])
+        new_square = square.lerp(scaled.square(), 1 - betas[1])
+        size = (new_square / rates.correction2).sqrt() + EPSILON
+        new = parameter * (1 - rates.lr * decay) - rates.lr * (new_mean / rates.correction1) / size
+        new = torch.where(rates.keep, parameter, new)
+        mean.copy_(torch.where(rates.keep, mean, new_mean))
+        square.copy_(torch.where(rates.keep, square, new_square))
+        parameter.copy_(new)
+        if copy is not None:
+            copy.copy_(new)
 
 
 class Optimizer:
     """Norm, clip, update. All state is on the device and named for checkpoints.
 
     `step_count` int64 [] counts attempted updates; `bad` int64 [] holds the first step whose gradient norm was not
-    finite, -1 while there is none. After that, weights and moments stay as they were.
+    finite, -1 while there is none. From then on, weights and moments stay as they were.
     """
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], train: Train, total: int) -> None:
@@ -76,59 +117,53 @@ class Optimizer:
         device = self.parameters[0].device
         self.step_count = torch.zeros((), dtype=torch.int64, device=device)
         self.bad = torch.full((), -1, dtype=torch.int64, device=device)
-        self.norm = torch.zeros((), device=device)
-        self.found_inf = torch.zeros((), device=device)
-        self.grad_scale = torch.ones((), device=device)
-        self.lr = torch.zeros((), device=device)
-        self.muon_lr = torch.zeros((), device=device)
-        self._make_updates(device)
+        self.norm, self.lr = torch.zeros((), device=device), torch.zeros((), device=device)
+        by_muon = [p for p in self.parameters if p.ndim == 2] if train.optimizer == "muon" else []
+        self.muon = Muon(by_muon, train.weight_decay) if by_muon else None
+        skipped = {id(parameter) for parameter in by_muon}
+        self.adamw_named = [(name, p) for name, p in self.named if id(p) not in skipped]
+        self.means = [torch.zeros_like(p, memory_format=torch.contiguous_format) for _, p in self.adamw_named]
+        self.squares = [torch.zeros_like(mean) for mean in self.means]
+        self.attach({}, lambda function: function)
 
-    def _make_updates(self, device: torch.device) -> None:
-        train, muon = self.train, self.train.optimizer == "muon"
-        matrices = [parameter for parameter in self.parameters if parameter.ndim == 2]
-        vectors = [parameter for parameter in self.parameters if parameter.ndim != 2]
-        groups = [{"params": vectors, "weight_decay": 0.0}]
-        if not muon:
-            groups.append({"params": matrices, "weight_decay": train.weight_decay})
-        self.adamw = torch.optim.AdamW(
-            groups, lr=self.lr, betas=train.betas, fused=True, capturable=device.type == "cuda"
-        )
-        self.adamw.grad_scale, self.adamw.found_inf = self.grad_scale, self.found_inf
-        self.muon = Muon(matrices, self.muon_lr, train.weight_decay) if muon else None
-        self._allocate_moments()
+    def attach(self, copies: Mapping[str, Tensor], wrap: Callable[[Callable], Callable]) -> None:
+        """Refresh `copies` (by weight name) with every update; `wrap` compiles what runs on the device."""
+        self.copies = [copies.get(name) for name, _ in self.adamw_named]
+        self.run_adamw, self.run_rates = wrap(adamw), wrap(self._rates)
 
-    def _allocate_moments(self) -> None:
-        """Make AdamW's state now, so that capture finds it at its final address."""
-        for group in self.adamw.param_groups:
-            for parameter in group["params"]:
-                state = self.adamw.state[parameter]
-                state["step"] = torch.zeros((), device=parameter.device)
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+    def _rates(self, step: Tensor, norm: Tensor, bad: Tensor) -> tuple[Rates, Tensor]:
+        share = schedule(self.train, step, self.total)
+        spoilt = ~torch.isfinite(norm)
+        new_bad = torch.where((bad < 0) & spoilt, step, bad)
+        count = (step + 1).float()
+        correction1, correction2 = (1 - beta**count for beta in self.train.betas)
+        scale = torch.where(spoilt, 1.0, (norm / self.train.clip).clamp(min=1.0))
+        rates = Rates(share * self.train.learning_rate, correction1, correction2, scale, new_bad >= 0)
+        return rates, new_bad
 
     @torch.no_grad()
     def update(self) -> None:
         """One optimizer step from `.grad`; no host sync, can be captured."""
-        share = schedule(self.train, self.step_count, self.total)
-        self.lr.copy_(share * self.train.learning_rate)
-        self.muon_lr.copy_(share * self.train.muon_learning_rate)
-        gradients = [parameter.grad for parameter in self.parameters]
-        self.norm.copy_(torch.stack(torch._foreach_norm(gradients)).norm())
-        spoilt = ~torch.isfinite(self.norm)
-        self.bad.copy_(torch.where((self.bad < 0) & spoilt, self.step_count, self.bad))
-        self.found_inf.copy_((self.bad >= 0).float())
-        self.grad_scale.copy_(torch.where(spoilt, 1.0, (self.norm / self.train.clip).clamp(min=1.0)))
-        self.adamw.step()
+        self.norm.copy_(torch.stack(torch._foreach_norm([p.grad for p in self.parameters])).norm())
+        rates, bad = self.run_rates(self.step_count, self.norm, self.bad)
+        self.bad.copy_(bad)
+        self.lr.copy_(rates.lr)
+        weights = [parameter for _, parameter in self.adamw_named]
+        gradients = [parameter.grad for parameter in weights]
+        decays = [self.train.weight_decay if weight.ndim == 2 else 0.0 for weight in weights]
+        self.run_adamw(weights, gradients, self.means, self.squares, self.copies, decays, self.train.betas, rates)
         if self.muon is not None:
-            self.muon.step(self.grad_scale, self.found_inf)
+            ratio = self.train.muon_learning_rate / self.train.learning_rate
+            self.muon.step(rates.lr * ratio, rates.grad_scale, rates.keep)
         self.step_count.add_(1)
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that a resumed run needs, by name; the tensors themselves, not copies."""
-        names = {parameter: name for name, parameter in self.named}
         state = {"step_count": self.step_count, "bad": self.bad}
-        for parameter, moments in self.adamw.state.items():
-            state |= {f"{names[parameter]}.{key}": value for key, value in moments.items()}
+        for (name, _), mean, square in zip(self.adamw_named, self.means, self.squares, strict=True):
+            state |= {f"{name}.mean": mean, f"{name}.square": square}
         if self.muon is not None:
+            names = {id(parameter): name for name, parameter in self.named}
             for parameter, average in zip(self.muon.parameters, self.muon.state, strict=True):
-                state[f"{names[parameter]}.momentum"] = average
+                state[f"{names[id(parameter)]}.momentum"] = average
         return state

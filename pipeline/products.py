@@ -8,12 +8,14 @@ section 3): e4m3 forward, e5m2 for gradients.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from data.errors import BadInput
 from pipeline.drafter import Drafter, Linear
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -84,22 +86,24 @@ class Float8Product(torch.autograd.Function):
 class NarrowWeights:
     """The narrow copies of a drafter's matrices, installed as its linears' products.
 
-    `refresh` rewrites them from the masters; call it after every optimizer step (it can be captured).
+    `refresh` rewrites them from the masters (it can be captured). bf16 copies that the optimizer itself refreshes are
+    named in `copies`. Raises BadInput when a float8 matrix has a side that 16 does not divide.
     """
 
-    def __init__(self, drafter: Drafter, dtype: torch.dtype, fp8: bool) -> None:
-        self.linears = [module for module in drafter.modules() if isinstance(module, Linear)]
-        for linear in self.linears:
+    def __init__(self, drafter: Drafter, dtype: torch.dtype, fp8: bool, wrap: Callable[[Callable], Callable]) -> None:
+        linears = {name: module for name, module in drafter.named_modules() if isinstance(module, Linear)}
+        self.linears, self.fp8 = list(linears.values()), fp8
+        self.run_refresh = wrap(refresh_float8)
+        for name, linear in linears.items():
             weight = linear.weight.detach()
-            if fp8:
-                linear.rows = torch.empty_like(weight, dtype=E4M3)
-                linear.columns = torch.empty_like(weight.t(), dtype=E4M3, memory_format=torch.contiguous_format)
-                linear.scale = torch.ones((), device=weight.device)
-                linear.product = _float8_product
-            else:
-                linear.narrow = torch.empty_like(weight, dtype=dtype)
-                linear.product = _narrow_product
-        self.fp8 = fp8
+            if not fp8:
+                linear.narrow, linear.product = torch.empty_like(weight, dtype=dtype), _narrow_product
+                continue
+            require_float8_sides(name, weight)
+            linear.rows = torch.empty_like(weight, dtype=E4M3)
+            linear.columns = torch.empty_like(weight.t(), dtype=E4M3, memory_format=torch.contiguous_format)
+            linear.scale, linear.product = torch.ones((), device=weight.device), _float8_product
+        self.copies = {} if fp8 else {f"{name}.weight": linear.narrow for name, linear in linears.items()}
         self.refresh()
 
     @torch.no_grad()
@@ -108,7 +112,15 @@ class NarrowWeights:
             torch._foreach_copy_([linear.narrow for linear in self.linears], [x.weight for x in self.linears])
             return
         for linear in self.linears:
-            refresh_float8(linear.weight, linear.rows, linear.columns, linear.scale)
+            self.run_refresh(linear.weight, linear.rows, linear.columns, linear.scale)
+
+
+def require_float8_sides(name: str, weight: Tensor) -> None:
+    """Raises BadInput when cuBLAS cannot multiply `weight` in float8."""
+    if any(side % 16 for side in weight.shape):
+        raise BadInput(
+            f"train.fp8: `{name}` is {list(weight.shape)}; float8 needs sides that 16 divides: set fp8: false"
+        )
 
 
 def refresh_float8(weight: Tensor, rows: Tensor, columns: Tensor, scale: Tensor) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
 from data import settings
 from data.cache import Cache
-from data.errors import BadInput
 from pipeline.drafter import DrafterConfig
+from pipeline.mask_token import choose_mask
 
 
 def drafter_config(run: settings.Run, name: str, cache: Cache) -> tuple[DrafterConfig, str]:
@@ -18,21 +17,16 @@ def drafter_config(run: settings.Run, name: str, cache: Cache) -> tuple[DrafterC
 
     Raises BadInput when taps are not in the cache or no mask token can be had.
     """
-    own, target = run.drafter(name), cache.manifest["target"]
-    shape = target["config"]
+    own, shape = run.drafter(name), cache.manifest["model"]
     taps = cache.layer_ids if own.taps == "auto" else own.taps
     cache.tap_indices(taps, f"drafter `{name}`")
-    mask, reason = mask_token(own.mask_token, target, cache)
-    layer_types = _layer_types(own)
-    kv_heads = own.kv_heads or (own.heads or shape["num_key_value_heads"])
-    if own.kv_heads is None and own.heads is None:
-        kv_heads = shape["num_key_value_heads"]
+    mask, reason = choose_mask(own.mask_token, shape["mask"], cache.vocab_size, lambda ids: occurrences(cache, ids))
     config = DrafterConfig(
         hidden_size=cache.width,
         intermediate_size=own.intermediate_size or shape["intermediate_size"],
         num_layers=own.layers,
         num_heads=own.heads or shape["num_attention_heads"],
-        num_kv_heads=kv_heads,
+        num_kv_heads=own.kv_heads or shape["num_key_value_heads"],
         head_dim=own.head_dim or shape["head_dim"],
         block_size=own.block_size,
         mask_token_id=mask,
@@ -43,7 +37,7 @@ def drafter_config(run: settings.Run, name: str, cache: Cache) -> tuple[DrafterC
         rms_norm_eps=shape["rms_norm_eps"],
         rope_theta=own.rope_theta or shape["rope_theta"],
         rope_scaling=own.rope_scaling,
-        layer_types=layer_types,
+        layer_types=_layer_types(own),
         sliding_window=own.sliding_window,
     )
     return config, reason
@@ -54,35 +48,6 @@ def _layer_types(own: settings.Drafter) -> tuple[str, ...]:
         return ("full_attention",) * own.layers
     full = min(own.full_layers or 0, own.layers)
     return ("sliding_attention",) * (own.layers - full) + ("full_attention",) * full
-
-
-def mask_token(setting: int | str, target: Mapping[str, Any], cache: Cache) -> tuple[int, str]:
-    """Id of the mask token and why it was taken. An id that occurs in the rows is refused.
-
-    `target["mask_candidates"]` lists [id, reason] by rule; `target["special_tokens"]` maps texts to ids.
-    Raises BadInput when there is none, when it lies outside the vocabulary, or when rows contain it.
-    """
-    if setting == "auto":
-        candidates = [(int(token), str(reason)) for token, reason in target["mask_candidates"]]
-        if not candidates:
-            raise BadInput("drafters.*.mask_token: the target has no spare token for `auto`; give an id or a token")
-        counts = occurrences(cache, [token for token, _ in candidates])
-        free = [(token, reason) for token, reason in candidates if not counts[token]]
-        if not free:
-            raise BadInput(f"drafters.*.mask_token: all candidates {candidates} occur in the rows; give one by hand")
-        return free[0]
-    if isinstance(setting, str):
-        special = target["special_tokens"]
-        if setting not in special:
-            raise BadInput(f"drafters.*.mask_token: `{setting}` is not a token of the target; it has {sorted(special)}")
-        token, reason = special[setting], f"token {setting} by hand"
-    else:
-        token, reason = setting, "id by hand"
-    if not 0 <= token < cache.vocab_size:
-        raise BadInput(f"drafters.*.mask_token: {token} is outside the vocabulary of {cache.vocab_size} tokens")
-    if seen := occurrences(cache, [token])[token]:
-        raise BadInput(f"drafters.*.mask_token: {token} occurs {seen} times in the rows; take a token that does not")
-    return token, reason
 
 
 def occurrences(cache: Cache, tokens: Sequence[int]) -> dict[int, int]:

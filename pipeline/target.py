@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from data.errors import BadInput
 from data.settings import Run
 from pipeline.head import TargetHead
-from pipeline.mask_token import mask_token_id as mask_token_id
+from pipeline.mask_token import mask_record
 from pipeline.weights import resolve_target as resolve_target
 from pipeline.weights import target_record as target_record
 
@@ -48,6 +48,28 @@ def tap_layers(layers: Literal["auto"] | Sequence[int], num_layers: int) -> tupl
             f"{num_layers - 2} (the last layer, {num_layers - 1}, cannot be tapped)"
         )
     return tuple(layers)
+
+
+def model_record(run: Run, embedding_rows: int) -> dict[str, Any]:
+    """What drafters take from the target besides states and head: the sizes of its layers, and its mask tokens."""
+    config = load_config(run)
+    heads = config.num_attention_heads
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)
+    return {
+        "name": run.target.model,
+        "architectures": list(getattr(config, "architectures", None) or []),
+        "model_type": config.model_type,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "intermediate_size": config.intermediate_size,
+        "rms_norm_eps": float(getattr(config, "rms_norm_eps", 1e-6)),
+        "rope_theta": float(rope.get("rope_theta", 10000.0)),
+        "max_position_embeddings": config.max_position_embeddings,
+        "mask": mask_record(load_tokenizer(run), embedding_rows),
+    }
 
 
 def load_tokenizer(run: Run) -> PreTrainedTokenizerBase:

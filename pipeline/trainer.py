@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,8 @@ class Trainer:
 
     def __init__(self, run: settings.Run, name: str, work: Job, rank: int = 0, world: int = 1) -> None:
         self.run, self.name, self.work, self.rank, self.world = run, name, work, rank, world
+        self.host_group: dist.ProcessGroup | None = None
+        self.profile: int | None = None
         self.device = torch.device(work.device)
         self.layout, self.settings = Layout.of(run), run.train_of(name)
         self.cache = Cache.open(run)
@@ -139,6 +143,22 @@ class Trainer:
         load_weights(drafter, {name: tensor.float() for name, tensor in tensors.items()}, Path(source))
         say(f"warm start from {source}")
 
+    @contextmanager
+    def _profiled(self) -> Iterator[Callable[[], None]]:
+        """What to call after every step; with `profile` set it records steps after the first two."""
+        if self.profile is None:
+            yield lambda: None
+            return
+        path = self.layout.drafter(self.name) / f"trace-rank{self.rank}.json"
+        plan = torch.profiler.schedule(wait=1, warmup=1, active=self.profile, repeat=1)
+
+        def write(profiler: torch.profiler.profile) -> None:
+            profiler.export_chrome_trace(str(path))
+            say(f"profiler trace of {self.profile} steps: {path}")
+
+        with torch.profiler.profile(schedule=plan, on_trace_ready=write) as profiler:
+            yield profiler.step
+
     def train(self) -> None:
         """Train from the newest sound checkpoint, or from the start."""
         self.build()
@@ -163,11 +183,15 @@ class Trainer:
         self.writer.wait()
 
     def _announce(self, start: int) -> None:
-        plan, states, blocks = self.plan, *self.plan.fill_shares()
+        plan, (states, blocks) = self.plan, self.plan.fill_shares()
         count = sum(parameter.numel() for parameter in self.drafter.parameters())
-        say(f"drafter `{self.name}`: {count:,} parameters; {self.step.mode}, {self.step.dtype}; mask token {self.config.mask_token_id} ({self.mask_reason})")  # fmt: skip
-        say(f"{len(plan.rows)} rows, {len(self.held_out)} held out; {plan.total_steps} steps from {start}; "
-            f"S {plan.context} {100 * states:.0f} % full, A {plan.blocks} {100 * blocks:.0f} % full")  # fmt: skip
+        how = f"{self.step.mode}, {str(self.step.dtype).removeprefix('torch.')}"
+        say(f"drafter `{self.name}`: {count:,} parameters; {how}")
+        say(f"mask token {self.config.mask_token_id}: {self.mask_reason}")
+        say(f"{len(plan.rows)} rows, {len(self.held_out)} held out; {plan.total_steps} steps, from {start}")
+        say(
+            f"context {plan.context} states {100 * states:.0f} % full, {plan.blocks} block slots {100 * blocks:.0f} % full"
+        )
         if not len(self.held_out):
             say("no held-out row: validation is off and `best` is the last checkpoint")
 
@@ -188,12 +212,13 @@ class Trainer:
         train, total = self.settings, self.plan.total_steps
         per_step = train.batches_per_step // self.world
         self._clock(start, loader)
-        with Progress(total, f"train {self.name}", unit="steps", done=start) as bar:
+        with self._profiled() as stepped, Progress(total, f"train {self.name}", unit="steps", done=start) as bar:
             for step in range(start, total):
                 for micro in range(per_step):
                     loader.next_into(self.step.buffer)
                     self.step.micro(micro == 0, micro == per_step - 1)
                 self.step.update()
+                stepped()
                 done, last = step + 1, step + 1 == total
                 if done % train.log_every == 0 or last:
                     bar.note = self._log(done, loader)
@@ -361,10 +386,21 @@ class Trainer:
         }
 
 
-def train_drafter(run: settings.Run, name: str, work: Job, rank: int = 0, world: int = 1) -> None:
-    """Train a drafter to its manifest. Finished work of the same settings is left alone; of others is set aside."""
+def check(run: settings.Run, name: str) -> None:
+    """Everything that can be refused before a device is touched. Raises BadInput."""
+    Trainer(run, name, Job("train", name))
+
+
+def train_drafter(
+    run: settings.Run, name: str, work: Job, rank: int = 0, world: int = 1, profile: int | None = None
+) -> None:
+    """Train a drafter to its manifest. Finished work of the same settings is left alone; of others is set aside.
+
+    `profile`: write a profiler trace of that many steps to the drafter's folder.
+    """
     layout = Layout.of(run)
     trainer = Trainer(run, name, work, rank, world)
+    trainer.profile = profile
     state = State(layout.drafter(name) / "state.json")
     manifest = layout.train_manifest(name)
     if rank == 0:

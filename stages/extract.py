@@ -168,9 +168,15 @@ class Part:
         template = {name: self.tokens.get(name) for name in ("template", "tokenizer", "arguments")}
         teacher = self.teacher.arrays(self.width)
         inputs = shaped["inputs"]
+        model = self._model(target)
         return part_body(
-            self.run, self.codec, self.layer_ids, target.vocab, shaped["target"], template, inputs, teacher
+            self.run, self.codec, self.layer_ids, target.vocab, shaped["target"], template, inputs, teacher, model
         )
+
+    def _model(self, target: Target) -> dict[str, Any]:
+        from pipeline.target import model_record
+
+        return model_record(self.run, target.vocab)
 
     def _codec(self, target: Target, shaped: Mapping[str, Any]) -> Codec:
         """The codec of all parts; a fitted one is fitted to the first rows of the lowest part that has tokens."""

@@ -57,11 +57,22 @@ def needs(*paths):
     return inputs
 
 
+def prepared(path):
+    """Path of a part, known only once `prepare` has run: what it writes of parts lies beside what it declares."""
+
+    def of_part(wildcards):
+        checkpoints.prepare.get()
+        return path(int(wildcards.part))
+
+    return of_part
+
+
 def share_of_cores(jobs):
     """Cores for one of `jobs` that run side by side: a GPU's share where there are GPUs, else the machine's."""
-    if not workflow.local_exec:
+    cores = workflow.global_resources["_cores"].value
+    if cores is None:  # a cluster's jobs each have a machine's
         return RUN.jobs.cpus_per_gpu
-    return max(1, workflow.cores // (GPUS or jobs))
+    return max(1, cores // (GPUS or jobs))
 
 
 def each(path):
@@ -89,18 +100,18 @@ rule all:
 
 if RUN.cache.run is None:
 
-    rule prepare:
+    # A checkpoint: parts are looked at once they are there, so parts that did not change run no further.
+    checkpoint prepare:
         input:
             needs(*source_files(RUN)),
         output:
-            each(HERE.prompts),
-            [] if REGENERATE else each(HERE.tokens),
+            HERE.prepared,
         log:
             HERE.logs / "prepare" / "prepare.log",
         benchmark:
             HERE.benchmarks / "prepare.tsv"
         retries: RUN.jobs.retries
-        threads: lambda wildcards: share_of_cores(1)
+        threads: share_of_cores(1)
         resources:
             mem_mb=RUN.jobs.memory_mb,
             runtime=RUN.jobs.runtime_minutes,
@@ -113,7 +124,7 @@ if RUN.cache.run is None:
 
         rule regenerate:
             input:
-                needs(lambda wildcards: HERE.prompts(int(wildcards.part))),
+                needs(prepared(HERE.prompts)),
             output:
                 HERE.folder / "tokens" / "part-{part}.json",
             log:
@@ -121,20 +132,20 @@ if RUN.cache.run is None:
             benchmark:
                 HERE.benchmarks / "regenerate" / "part-{part}.tsv"
             retries: RUN.jobs.retries
-            threads: lambda wildcards: share_of_cores(len(PARTS))
+            threads: share_of_cores(len(PARTS))
             resources:
                 gpu=0 if RUN.data.regenerate.server else RUN.target.gpus,
                 mem_mb=RUN.jobs.memory_mb,
                 runtime=RUN.jobs.runtime_minutes,
             params:
                 settings=shaping(RUN, "regenerate"),
-                number=lambda wildcards: int(wildcards.part),
             shell:
-                "{COMMAND} regenerate {FILE} --part {params.number}"
+                "{COMMAND} regenerate {FILE} --part {wildcards.part}"
 
     rule extract:
         input:
-            needs(lambda wildcards: HERE.tokens(int(wildcards.part))),
+            needs(prepared(HERE.prompts if REGENERATE else HERE.tokens)),
+            *([needs(lambda wildcards: HERE.tokens(int(wildcards.part)))] if REGENERATE else []),
         output:
             (lambda path: path if RUN.extract.keep else temp(path))(HERE.cache / "part-{part}.json"),
         log:
@@ -142,16 +153,15 @@ if RUN.cache.run is None:
         benchmark:
             HERE.benchmarks / "extract" / "part-{part}.tsv"
         retries: RUN.jobs.retries
-        threads: lambda wildcards: share_of_cores(len(PARTS))
+        threads: share_of_cores(len(PARTS))
         resources:
             gpu=RUN.target.gpus,
             mem_mb=RUN.jobs.memory_mb,
             runtime=RUN.jobs.runtime_minutes,
         params:
             settings=shaping(RUN, "extract"),
-            number=lambda wildcards: int(wildcards.part),
         shell:
-            "{COMMAND} extract {FILE} --part {params.number}"
+            "{COMMAND} extract {FILE} --part {wildcards.part}"
 
     rule verify:
         input:
@@ -162,7 +172,7 @@ if RUN.cache.run is None:
             HERE.logs / "verify" / "verify.log",
         benchmark:
             HERE.benchmarks / "verify.tsv"
-        threads: lambda wildcards: share_of_cores(1)
+        threads: share_of_cores(1)
         resources:
             gpu=RUN.target.gpus,
             mem_mb=RUN.jobs.memory_mb,
@@ -216,7 +226,7 @@ rule eval:
     benchmark:
         HERE.benchmarks / "eval" / "{drafter}.tsv"
     retries: RUN.jobs.retries
-    threads: lambda wildcards: share_of_cores(len(RUN.drafters))
+    threads: share_of_cores(len(RUN.drafters))
     resources:
         gpu=RUN.target.gpus,
         mem_mb=RUN.jobs.memory_mb,

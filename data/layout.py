@@ -31,6 +31,11 @@ class Layout:
         """Manifest of a part's normalised conversations; the table lies beside it with suffix `.parquet`."""
         return self.folder / "prompts" / f"{part_name(part)}.json"
 
+    @property
+    def prepared(self) -> Path:
+        """Manifest of what `prepare` read, kept and dropped; written after those of all parts."""
+        return self.folder / "prompts" / "accounting.json"
+
     def tokens(self, part: int) -> Path:
         """Manifest of a part's token rows; the table lies beside it with suffix `.parquet`."""
         return self.folder / "tokens" / f"{part_name(part)}.json"

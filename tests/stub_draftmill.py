@@ -2,11 +2,11 @@
 
     stub_draftmill.py RECORD COMMAND RUN.yaml [--part P] [--drafter NAME] ...
 
-Each call appends its arguments to the file RECORD. `$STUB_FAIL` names commands that fail, `$STUB_SLEEP` gives the
-seconds that each call takes. Run files must be JSON here. The standard library only, so that 2,000 calls stay cheap.
+Each call appends its arguments to the file RECORD (with `$STUB_STAMP` at its end, and when it began and ended).
+`$STUB_FAIL` names commands that fail, `$STUB_SLEEP` gives the seconds that each call takes, `$STUB_CHANGED` the number
+of a part whose content changes. Run files must be JSON here. The standard library only: calls stay cheap.
 """
 
-import hashlib
 import json
 import os
 import sys
@@ -18,9 +18,13 @@ def main(record: Path, command: str, run_file: str, *options: str) -> int:
     body = json.loads(Path(run_file).read_text())
     folder = Path(body.get("root", "runs")) / body["name"]
     given = dict(zip(options[::2], options[1::2], strict=False))
-    with record.open("a") as file:
-        file.write(json.dumps([command, *options]) + "\n")
+    started = time.time()
+    stamp = "STUB_STAMP" in os.environ
+    if not stamp:
+        _note(record, [command, *options])
     time.sleep(float(os.environ.get("STUB_SLEEP", 0)))
+    if stamp:
+        _note(record, [command, *options, started, time.time()])
     if command in os.environ.get("STUB_FAIL", "").split(","):
         print(f"error: {command} was told to fail", file=sys.stderr)
         return 1
@@ -29,7 +33,9 @@ def main(record: Path, command: str, run_file: str, *options: str) -> int:
     parts = [f"part-{number:04d}.json" for number in range(body["extract"]["parts"])]
     keep = body["data"].get("responses", "keep") == "keep"
     outputs = {
-        "prepare": [f"prompts/{name}" for name in parts] + ([f"tokens/{name}" for name in parts] if keep else []),
+        "prepare": [f"prompts/{name}" for name in parts]
+        + ([f"tokens/{name}" for name in parts] if keep else [])
+        + ["prompts/accounting.json"],
         "regenerate": [f"tokens/{part}"],
         "extract": [f"cache/{part}"],
         "train": [f"drafters/{drafter}/train.json"],
@@ -37,12 +43,17 @@ def main(record: Path, command: str, run_file: str, *options: str) -> int:
         "export": [f"export/{drafter}/draftmill.json"],
         "report": ["report/report.html"],
     }.get(command, [])
-    made = hashlib.sha256(json.dumps(body["data"]).encode()).hexdigest()
     for output in outputs:
         path = folder / output
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"made": made, "by": command}))
+        changed = path.stem == f"part-{int(os.environ.get('STUB_CHANGED', -1)):04d}"
+        path.write_text(json.dumps({"by": command, "at": time.time() if changed else 0}))
     return 0
+
+
+def _note(record: Path, call: list) -> None:
+    with record.open("a") as file:
+        file.write(json.dumps(call) + "\n")
 
 
 if __name__ == "__main__":

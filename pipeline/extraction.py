@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from data.codec import ArraySpec, Codec
 from data.errors import Failure
@@ -76,11 +76,30 @@ class Encoder:
         self.taps = Taps(target, layer_ids, whole=bool(teacher))
         self.head: TargetHead | None = target.head() if teacher.top_k else None
         self.encode = self._encode
+        self._plain: list[tuple[nn.Module, str, Any]] = []
         if compiled:
             torch._dynamo.config.recompile_limit = 64
             for layer in self.taps.layers:
-                layer.forward = torch.compile(layer.forward, dynamic=True)
+                name = "_old_forward" if hasattr(layer, "_old_forward") else "forward"  # inside a device map's wrapper
+                self._plain.append((layer, name, layer.__dict__.get(name)))
+                setattr(layer, name, torch.compile(getattr(layer, name), dynamic=True))
             self.encode = torch.compile(self._encode, dynamic=True)
+            self._warm_up()
+
+    def close(self) -> None:
+        """Leave the target as it was."""
+        self.taps.close()
+        for layer, name, before in self._plain:
+            delattr(layer, name)
+            if before is not None:
+                setattr(layer, name, before)
+
+    def _warm_up(self) -> None:
+        """Compile for one row and for several; sizes that no dimension of a model has, lest they be taken for it."""
+        for rows in (3, 1):
+            ids = torch.zeros((rows, 80), dtype=torch.int64, device=self.device)
+            index = torch.arange(37, device=self.device)
+            self(ids, index, index)
 
     def __call__(self, ids: Tensor, kept: Tensor, taught: Tensor) -> dict[str, Tensor]:
         """Encoded arrays [N, ...], `amax` [N, K] and teacher arrays [M, ...] of ids [B, T].
@@ -210,7 +229,7 @@ class Extraction:
         for shards in self.open:
             for shard in shards:
                 shard.writer.abort()
-        self.encoder.taps.close()
+        self.encoder.close()
 
     def window(self, works: Sequence[Work], places: Sequence[Place | None], ready: Callable[[int], None]) -> None:
         """Run one window's rows. A row without a place is computed where its batch needs it, and not kept.

@@ -48,8 +48,8 @@ def label(source: Source) -> str:
     return source.path or f"{source.hub}/{source.subset or 'default'}/{source.split}"
 
 
-def chunks(sources: Iterable[Source], cache: Path, rows_per_chunk: int = ROWS_PER_CHUNK) -> Iterator[Chunk]:
-    """All rows of all sources, in order, in chunks. `cache`: folder for downloads of hub data sets.
+def chunks(sources: Iterable[Source], cache: Path, size: int | None = None) -> Iterator[Chunk]:
+    """All rows of all sources, in order, in chunks of `size`. `cache`: folder for downloads of hub data sets.
 
     Raises BadInput for what cannot be read.
     """
@@ -58,7 +58,7 @@ def chunks(sources: Iterable[Source], cache: Path, rows_per_chunk: int = ROWS_PE
         left = source.limit
         for name, rows in files_of(source, cache):
             first = 0
-            for group in grouped(islice(rows, left), rows_per_chunk):
+            for group in grouped(islice(rows, left), size or ROWS_PER_CHUNK):
                 yield Chunk(number, index, name, first, group)
                 number += 1
                 first += len(group)

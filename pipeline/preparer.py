@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -165,11 +165,10 @@ class Preparer:
         )
         return replace(row, notes=notes)
 
-    def in_vocabulary(self, ids: Iterable[int]) -> np.ndarray:
-        array = np.asarray(tuple(ids), np.int64)
-        if len(array) and array.max() >= self.vocabulary:
-            raise Rejected("token_out_of_range", f"id {array.max()}, the tokenizer knows {self.vocabulary}")
-        return array.astype(np.int32)
+    def in_vocabulary(self, ids: tuple[int, ...]) -> np.ndarray:
+        if max(ids, default=0) >= self.vocabulary:
+            raise Rejected("token_out_of_range", f"id {max(ids)}, the tokenizer knows {self.vocabulary}")
+        return np.asarray(ids, np.int32)
 
     def ends(self, ids: np.ndarray) -> bool:
         """Whether ids end in a token that can end a turn."""

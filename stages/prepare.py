@@ -58,7 +58,8 @@ class Preparation:
         from pipeline.console import say
         from pipeline.workers import start
 
-        preparer = start(self.run, benchmark_keys(self.run))
+        self.benchmarks = benchmark_keys(self.run)
+        preparer = start(self.run, self.benchmarks)
         self.shape = {
             "settings": json.loads(shaping(self.run, "prepare")),
             "sources": [source_record(source) for source in self.sources],
@@ -125,10 +126,11 @@ class Preparation:
                     share = held_out if isinstance(held_out, float) else own
                     yield chunk, path, self.sources[chunk.source].format, share
 
-        count = 0 if rows <= SMALL and len(head) < 3 else processes()
+        expected = self.expected(head)
+        count = 0 if expected <= SMALL else processes()
         with (
-            Workers(self.run, benchmark_keys(self.run), count) as workers,
-            Progress(self.expected(head), "prepare", unit="rows") as bar,
+            Workers(self.run, self.benchmarks, count) as workers,
+            Progress(expected, "prepare", unit="rows") as bar,
         ):
             for done in workers.run(prepare_chunk, tasks()):
                 bar.advance(done)
@@ -281,7 +283,7 @@ def show_rows(run: Run, count: int) -> None:
     preparer = start(run, {})
     console = Console()
     left = count
-    for chunk in chunks(run.data.train, Layout.of(run).folder.parent / ".datasets", rows_per_chunk=count):
+    for chunk in chunks(run.data.train, Layout.of(run).folder.parent / ".datasets", size=count):
         for at, raw in enumerate(chunk.rows, chunk.first):
             place = f"{chunk.name}:{at + 1}"
             try:

@@ -197,6 +197,29 @@ def check_turns(messages: Sequence[Message]) -> None:
         raise Rejected("assistant_first" if speakers[0] == "assistant" else "unknown_role", f"first: {speakers[0]}")
 
 
+def asked(conversation: Conversation) -> list[list[Message]]:
+    """What is said before each answer, for a target that is to give the answers.
+
+    Without answers in the row, every user turn is a question. Results of tools belong to calls that the target has not
+    made: they end the row.
+
+    Raises Rejected when nothing is asked.
+    """
+    answered = any(turn["role"] == "assistant" for turn in conversation.messages)
+    questions: list[list[Message]] = [[]]
+    for turn in conversation.messages:
+        if turn["role"] == "tool":
+            break
+        if turn["role"] != "assistant":
+            questions[-1].append(turn)
+        if turn["role"] == ("assistant" if answered else "user") and questions[-1]:
+            questions.append([])
+    questions = [turns for turns in questions if any(turn["role"] == "user" for turn in turns)]
+    if not questions:
+        raise Rejected("nothing_to_answer")
+    return questions
+
+
 def message(raw: Any) -> Message:
     """One turn in OpenAI's or ShareGPT's form.
 

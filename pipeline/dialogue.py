@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from data.conversations import Conversation, Rejected
+from data.conversations import Conversation, Rejected, asked
 from data.parts import Prompt
 from data.settings import Data
 from pipeline.template import Rendered, Template
@@ -127,22 +127,3 @@ def only_last(row: Rendered) -> Rendered:
     gaps = np.flatnonzero(~mask)
     mask[: gaps[-1] + 1 if len(gaps) else 0] = False
     return Rendered(row.ids, mask, row.finished, None, row.notes)
-
-
-def asked(conversation: Conversation) -> list[list[dict[str, Any]]]:
-    """What is said before each answer. Results of tools belong to calls that the target has not made: they end it.
-
-    Raises Rejected when nothing is asked.
-    """
-    turns: list[list[dict[str, Any]]] = [[]]
-    for message in conversation.messages:
-        if message["role"] == "tool":
-            break
-        if message["role"] != "assistant":
-            turns[-1].append(message)
-        elif turns[-1]:
-            turns.append([])
-    turns = [turn for turn in turns if any(message["role"] == "user" for message in turn)]
-    if not turns:
-        raise Rejected("nothing_to_answer")
-    return turns

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from data.conversations import Conversation, Rejected, detect, digest, normalise, row_id, with_system
+from data.conversations import Conversation, Rejected, asked, detect, digest, normalise, row_id, with_system
 from data.settings import Data
 from data.sources import Chunk, decode
 from data.tokens import stable_hash
@@ -103,8 +103,7 @@ class Preparer:
 
         Raises Rejected when there is none, or when it leaves no room for an answer.
         """
-        asked = first_question(conversation)
-        length = len(self.template.prompt(asked, conversation.tools))
+        length = len(self.template.prompt(asked(conversation)[0], conversation.tools))
         self.require_room(length)
         return length
 
@@ -206,18 +205,6 @@ class Preparer:
 def prompt_key(text: str) -> int:
     """Equal for prompts that differ in case, spacing and punctuation only."""
     return stable_hash(re.sub(r"\W+", " ", text).strip().lower())
-
-
-def first_question(conversation: Conversation) -> tuple[dict[str, Any], ...]:
-    """Messages before the first answer that is to be given.
-
-    Raises Rejected when nothing is asked.
-    """
-    messages = conversation.messages
-    at = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
-    if not any(message["role"] == "user" for message in messages[:at]):
-        raise Rejected("nothing_to_answer")
-    return messages[:at]
 
 
 def up_to_last_answer(conversation: Conversation) -> tuple[tuple[dict[str, Any], ...], tuple[str, ...]]:

@@ -305,10 +305,12 @@ def shown(row: Any, piece: Any, preparer: Any) -> Any:
     from pipeline.examples import pieces
 
     if piece is None:
-        from pipeline.preparer import first_question
+        from data.conversations import asked
 
-        asked = first_question(row.conversation)
-        return Text(preparer.template.text(asked, row.conversation.tools, prompt=True), style="bright_black")
+        return Text(
+            preparer.template.text(asked(row.conversation)[0], row.conversation.tools, prompt=True),
+            style="bright_black",
+        )
     text = Text()
     for part, supervised in pieces(preparer.tokenizer, piece.ids, piece.supervised):
         text.append(part, style="green" if supervised else "bright_black")

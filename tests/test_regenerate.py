@@ -1,0 +1,343 @@
+"""Regenerate: the target's own answers, as ids, from here or from a server; nothing asked twice."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import click
+import numpy as np
+import pytest
+import torch
+import yaml
+from click.testing import CliRunner
+
+import pipeline.server
+from data.answers import AnswerLog, Reply
+from data.errors import BadInput, Failure
+from data.layout import Layout
+from data.manifest import read_manifest
+from data.settings import Run, load_run
+from data.tokens import TokenRow, read_tokens
+from pipeline.template import render_prompt
+from stages.prepare import command as prepare_command
+from stages.regenerate import command
+
+MakeRun = Callable[..., tuple[Path, Run]]
+
+
+def say(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+ROWS: list[dict[str, Any]] = [
+    *({"id": f"row-{i}", "messages": [say(f"question {i}?")]} for i in range(9)),
+    {"id": "two", "turns": ["first?", "second?"]},
+]
+
+
+@pytest.fixture
+def run_of(tmp_path: Path, tiny_root: Path) -> MakeRun:
+    """A prepared run whose rows the target is to answer."""
+    (tmp_path / "runs").mkdir()
+    (tiny_root / ".targets").mkdir(exist_ok=True)
+    (tmp_path / "runs" / ".targets").symlink_to(tiny_root / ".targets")
+
+    def make(rows: list[dict[str, Any]] = ROWS, parts: int = 1, **data: Any) -> tuple[Path, Run]:
+        source = tmp_path / "rows.jsonl"
+        source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        answers = {"max_new_tokens": 24, "batch_size": 4, **data.pop("regenerate", {})}
+        body = {
+            "name": "run",
+            "root": str(tmp_path / "runs"),
+            "target": {"model": "tiny:2", "dtype": "float32"},
+            "data": {
+                "train": [{"path": str(source)}],
+                "max_length": 160,
+                "responses": "regenerate",
+                "regenerate": answers,
+                **data,
+            },
+            "extract": {"parts": parts},
+        }
+        path = tmp_path / "run.yaml"
+        path.write_text(yaml.safe_dump(body))
+        CliRunner().invoke(prepare_command, [str(path)], catch_exceptions=False)
+        return path, load_run(path)
+
+    return make
+
+
+def regenerate(path: Path, *options: str) -> None:
+    CliRunner().invoke(command, [str(path), *options], catch_exceptions=False)
+
+
+def rows_of(run: Run) -> dict[str, TokenRow]:
+    parts = range(run.extract.parts)
+    return {row.row_id: row for p in parts for row in read_tokens(Layout.of(run).tokens(p).with_suffix(".parquet"))}
+
+
+def tokens_manifest(run: Run) -> dict[str, Any]:
+    return read_manifest(Layout.of(run).tokens(0), "tokens")
+
+
+def answer_of(row: TokenRow) -> list[int]:
+    return row.token_ids[row.supervised].tolist()
+
+
+def greedy(target: Any, prompt: list[int], limit: int) -> list[int]:
+    """What `generate` answers, one prompt at a time."""
+    with torch.no_grad():
+        out = target.model.generate(
+            input_ids=torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=limit,
+            do_sample=False,
+        )
+    return out[0, len(prompt) :].tolist()
+
+
+def test_answers_are_those_of_generate(run_of: MakeRun, tiny_target: Any) -> None:
+    path, run = run_of(ROWS[:9], parts=2, regenerate={"max_new_tokens": 8})
+    regenerate(path)
+    rows = rows_of(run)
+    assert len(rows) == 9
+    for i, source in enumerate(ROWS[:9]):
+        row = rows[f"row-{i}"]
+        prompt = render_prompt(tiny_target.tokenizer, source["messages"], {})
+        assert row.token_ids[: len(prompt)].tolist() == prompt
+        assert not row.supervised[: len(prompt)].any()
+        assert answer_of(row) == greedy(tiny_target, prompt, 8)
+        assert row.finished == (answer_of(row)[-1] == tiny_target.tokenizer.eos_token_id)
+    assert {row.finished for row in rows.values()} == {True, False}
+
+
+def test_every_turn_is_answered_in_turn_with_the_ids_before_it(run_of: MakeRun, tiny_target: Any) -> None:
+    questions = [{"id": f"t{i}", "turns": [f"first {i}?", f"second {i}?"]} for i in range(6)]
+    path, run = run_of(questions, regenerate={"max_new_tokens": 60})
+    regenerate(path)
+    finished = 0
+    for row in rows_of(run).values():
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], row.supervised.astype(int), [0]])))
+        for start, end in zip(edges[::2], edges[1::2], strict=True):
+            prompt, answer = row.token_ids[:start].tolist(), row.token_ids[start:end].tolist()
+            assert answer == greedy(tiny_target, prompt, 60)[: len(answer)]
+        finished += len(edges) == 4
+    assert finished > 0
+
+
+@pytest.mark.parametrize(("choice", "kept"), [("keep", 2), ("drop", 0), ("cut", 0)])
+def test_unfinished_answers_by_choice(run_of: MakeRun, choice: str, kept: int) -> None:
+    path, run = run_of(ROWS[:2], max_dropped=1.0, regenerate={"max_new_tokens": 2, "unfinished": choice})
+    regenerate(path)
+    assert len(rows_of(run)) == kept
+    assert tokens_manifest(run)["dropped"] == ({"unfinished": 2} if not kept else {})
+
+
+def test_a_second_run_asks_nothing_and_a_forced_one_asks_all(run_of: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pipeline.decode
+
+    path, run = run_of(ROWS[:3])
+    regenerate(path)
+    before = Layout.of(run).tokens(0).read_bytes()
+    original = pipeline.decode.Engine.generate
+    calls = []
+
+    def counted(self: Any, prompts: Any, *more: Any) -> Any:
+        prompts = list(prompts)
+        calls.extend(prompts)
+        return original(self, prompts, *more)
+
+    monkeypatch.setattr(pipeline.decode.Engine, "generate", counted)
+    regenerate(path)
+    assert not calls
+    Layout.of(run).tokens(0).unlink()
+    regenerate(path, "--part", "0")
+    assert len(calls) == 3
+    assert Layout.of(run).tokens(0).read_bytes() == before
+
+
+def test_an_interrupted_run_asks_only_the_rest_and_gives_the_same_bytes(
+    run_of: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = [{"id": f"row-{i}", "messages": [say(f"question {i}?")]} for i in range(24)]
+    path, run = run_of(many, regenerate={"batch_size": 2})
+    regenerate(path)
+    table, manifest = Layout.of(run).tokens(0).with_suffix(".parquet"), Layout.of(run).tokens(0)
+    whole = table.read_bytes(), manifest.read_bytes()
+    manifest.unlink()
+
+    original, added = AnswerLog.add, []
+
+    def dies(self: AnswerLog, key: str, reply: Reply) -> None:
+        added.append(key)
+        if len(added) == 12:
+            raise KeyboardInterrupt
+        original(self, key, reply)
+
+    monkeypatch.setattr(AnswerLog, "add", dies)
+    with pytest.raises(click.Abort):
+        command.main([str(path)], standalone_mode=False)
+    regenerate(path)
+    assert (table.read_bytes(), manifest.read_bytes()) == whole
+    assert len(added) == 25
+    assert max(Counter(added).values()) == 2
+
+
+def test_the_log_forgets_cut_lines_and_other_settings(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with AnswerLog(path, "a") as log:
+        log.add("x", Reply((1, 2), True))
+        log.add("y", Reply((3,), False, True))
+    path.write_bytes(path.read_bytes()[:-5])
+    with AnswerLog(path, "a") as log:
+        assert log.replies == {"x": Reply((1, 2), True)}
+        log.add("z", Reply((), False))
+    with AnswerLog(path, "a") as log:
+        assert list(log.replies) == ["x", "z"]
+    with AnswerLog(path, "b") as log:
+        assert not log.replies
+
+
+class Stub(BaseHTTPRequestHandler):
+    """An OpenAI-compatible server that answers `len(prompt)` as an id, then 66, and misbehaves on request."""
+
+    style = "ids"
+    trouble: ClassVar[Counter[int]] = Counter()
+    asked: ClassVar[list[tuple[int, ...]]] = []
+    lock = threading.Lock()
+    refuse_odd = False
+    down = False
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self.reply(200, {"data": [{"id": "stub"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        prompt = tuple(body["prompt"])
+        with self.lock:
+            kind = self.trouble[len(prompt)]
+            self.trouble[len(prompt)] += 1
+            self.asked.append(prompt)
+        if self.down:
+            self.reply(503, {"error": "restarting"})
+        elif self.refuse_odd and len(prompt) % 2:
+            self.reply(400, {"error": "too odd"})
+        elif kind == 0 and self.style == "flaky":
+            self.reply(429 if len(prompt) % 2 else 500, {"error": "busy"})
+        elif kind == 1 and self.style == "flaky":
+            self.close_connection = True  # hangs up without a word
+            self.connection.close()
+        else:
+            self.reply(200, {"choices": [self.choice(body)]})
+
+    def choice(self, body: dict[str, Any]) -> dict[str, Any]:
+        ids = [len(body["prompt"]) % 200, 66]
+        if self.style == "text":
+            return {"text": "th.", "finish_reason": "stop"}
+        if self.style == "names":
+            return {"text": "", "finish_reason": "length", "logprobs": {"tokens": [f"token_id:{i}" for i in ids]}}
+        return {"text": "", "finish_reason": "length", "token_ids": ids}
+
+    def reply(self, status: int, body: dict[str, Any]) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[type[Stub], dict[str, Any]]]:
+    """The stub's class, to set its mood, and the settings that lead to it."""
+    monkeypatch.setattr(pipeline.server, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(pipeline.server, "REFUSALS_TO_STOP", 6)
+    mood = type("Mood", (Stub,), {"trouble": Counter(), "asked": []})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), mood)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    url = f"http://127.0.0.1:{server.server_port}/v1"
+    yield mood, {"server": {"url": url, "concurrency": 3, "retries": 3, "timeout": 20}}
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize("style", ["ids", "names", "flaky"])
+def test_a_server_gives_ids_through_any_weather(run_of: MakeRun, stub: Any, style: str) -> None:
+    mood, settings = stub
+    mood.style = style
+    path, run = run_of(ROWS[:9], regenerate=settings)
+    regenerate(path)
+    rows = rows_of(run)
+    assert len(rows) == 9
+    for row in rows.values():
+        assert answer_of(row) == [int((~row.supervised).sum()) % 200, 66]
+        assert not row.finished
+    assert "retokenised" not in tokens_manifest(run)["notes"]
+
+
+def test_text_replies_are_encoded_and_counted(run_of: MakeRun, stub: Any, tiny_target: Any) -> None:
+    mood, settings = stub
+    mood.style = "text"
+    path, run = run_of(regenerate=settings)
+    regenerate(path)
+    end = tiny_target.tokenizer.eos_token_id
+    assert all(answer_of(row)[-1] == end and row.finished for row in rows_of(run).values())
+    assert tokens_manifest(run)["notes"] == {"retokenised": 11}
+    assert (
+        rows_of(run)["two"].supervised.sum()
+        == 2 * len(tiny_target.tokenizer.encode("th.", add_special_tokens=False)) + 2
+    )
+
+
+def test_refused_rows_are_dropped_by_reason_and_the_rest_is_kept(run_of: MakeRun, stub: Any) -> None:
+    mood, settings = stub
+    mood.refuse_odd = True
+    rows = [{"id": f"r{i}", "messages": [say("x" * i)]} for i in range(1, 9)]
+    path, run = run_of(rows, max_dropped=0.6, regenerate=settings)
+    regenerate(path)
+    assert tokens_manifest(run)["dropped"] == {"server": 4}
+    listed = Layout.of(run).tokens(0).with_name("part-0000.dropped.jsonl").read_text().splitlines()
+    assert all("too odd" in json.loads(line)["detail"] for line in listed)
+    assert len(rows_of(run)) == 4
+
+
+def test_a_dead_server_fails_and_answers_so_far_are_kept(run_of: MakeRun, stub: Any) -> None:
+    mood, settings = stub
+    path, run = run_of([{"id": f"r{i}", "messages": [say(f"q {i}")]} for i in range(40)], regenerate=settings)
+    original = mood.do_POST
+
+    def dies(self: Any) -> None:
+        mood.down = len(mood.asked) >= 12
+        original(self)
+
+    mood.do_POST = dies
+    with pytest.raises(Failure, match="requests in a row failed"):
+        regenerate(path)
+    assert not Layout.of(run).tokens(0).exists()
+    mood.do_POST, mood.down = original, False
+    first = len(set(mood.asked[:12]))
+    mood.asked.clear()
+    regenerate(path)
+    assert len(rows_of(run)) == 40
+    assert len(mood.asked) <= 40 - first
+
+
+def test_bad_use_is_refused(run_of: MakeRun, tmp_path: Path) -> None:
+    path, _ = run_of(ROWS[:2])
+    with pytest.raises(BadInput, match="--part 5: this run has parts 0 to 0"):
+        regenerate(path, "--part", "5")
+    body = yaml.safe_load(path.read_text())
+    body["data"]["responses"] = "keep"
+    path.write_text(yaml.safe_dump(body))
+    with pytest.raises(BadInput, match=r"data\.responses is `keep`"):
+        regenerate(path)

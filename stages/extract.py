@@ -102,17 +102,15 @@ class Part:
 
     def make(self) -> None:
         from data.part import publish_part
-        from pipeline.console import say
 
         shaped = self._shape()
         if self._current(shaped):
-            say(f"extract {part_name(self.part)}: there and current")
             self.state.set("done")
             return
         if self.state.forced(self.manifest):
             shutil.rmtree(self.folder)
-        self.manifest.unlink(missing_ok=True)
         self.state.set("running")
+        self.manifest.unlink(missing_ok=True)
         self._check_table()
         body = self._body(shaped)
         on_policy = self._on_policy()
@@ -140,10 +138,21 @@ class Part:
         }
 
     def _current(self, shaped: Mapping[str, Any]) -> bool:
+        """Whether the part is there, made from what the run says now, and every file has its size."""
+        from data.part import damage
+        from pipeline.console import say
+
+        name = f"extract {part_name(self.part)}"
         if not self.manifest.exists():
             return False
         made = read_manifest(self.manifest, "cache")
-        return all(made.get(field) == value for field, value in shaped.items())
+        changed = [field for field, value in shaped.items() if made.get(field) != value]
+        if changed:
+            say(f"{name}: made with other {', '.join(changed)}: made again")
+            return False
+        damaged = damage(self.layout, self.part, fast=True)
+        say(f"{name}: " + (f"{damaged[0]}: torn shards are written again" if damaged else "there and current"))
+        return not damaged
 
     def _check_table(self) -> None:
         wanted = self.tokens["files"][0]

@@ -1,0 +1,188 @@
+"""What a run will take, before it runs: rows, tokens, bytes by stage and codec, memory, hours. Writes nothing."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from data.layout import Layout
+from data.manifest import read_manifest
+from data.settings import Run, load_run
+
+if TYPE_CHECKING:
+    from pipeline.forecast import Amounts, Model
+
+SAMPLE = 256
+"""Rows that are rendered to guess lengths when nothing is prepared."""
+
+
+@click.command("plan")
+@click.argument("run_file", type=click.Path())
+def command(run_file: str) -> None:
+    """Print rows, tokens, bytes, memory and hours of a run, before anything runs."""
+    run = load_run(run_file)
+    from pipeline.devices import describe
+    from pipeline.forecast import Model
+
+    model = Model.of(run, config_of(run))
+    amounts = amounts_of(run)
+    gpus = describe()
+    for line in lines(run, model, amounts, [gpu.memory for gpu in gpus]):
+        click.echo(line)
+
+
+def config_of(run: Run) -> Any:
+    """The target's configuration; of a hub model only that file is fetched."""
+    from transformers import AutoConfig
+
+    from data.errors import BadInput
+    from pipeline.target import load_config
+
+    model = run.target.model
+    if ":" in model or Path(model).expanduser().exists() or model.count("/") != 1:
+        return load_config(run)
+    try:
+        config = AutoConfig.from_pretrained(
+            model, revision=run.target.revision, trust_remote_code=run.target.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise BadInput(f"target.model: {model}: {' '.join(str(error).split())[:200]}") from None
+    return config.get_text_config()
+
+
+def amounts_of(run: Run) -> Amounts:
+    """Counted from the token tables when all are there, else guessed from the first rows of the sources."""
+    from data.tokens import read_tokens
+
+    layout = Layout.of(run)
+    parts = [layout.tokens(part) for part in range(run.extract.parts)]
+    if all(path.exists() for path in parts):
+        rows = (
+            (len(row.token_ids), row.supervised)
+            for path in parts
+            for row in read_tokens(path.with_suffix(".parquet"))
+            if read_manifest(path, "tokens")
+        )
+        return count(run, rows, None)
+    return count(run, *guessed_rows(run))
+
+
+def guessed_rows(run: Run) -> tuple[Iterator[tuple[int, Any]], int]:
+    """Lengths and masks of a sample of rows, and how many rows there are."""
+    import numpy as np
+
+    from data.conversations import Rejected
+    from data.sources import chunks, decode
+    from pipeline.forecast import ANSWER_SHARE
+    from pipeline.workers import start
+
+    preparer = start(run, {})
+    total = 0
+    sample: list[tuple[int, Any]] = []
+    for chunk in chunks(run.data.train, Layout.of(run).folder.parent / ".datasets"):
+        total += len(chunk.rows)
+        for raw in chunk.rows[: SAMPLE - len(sample)]:
+            try:
+                row = preparer.row(decode(raw), run.data.train[chunk.source].format)
+            except Rejected:
+                continue
+            if run.data.responses == "regenerate":
+                answer = round(ANSWER_SHARE * run.data.regenerate.max_new_tokens)
+                length = min(row.prompt_tokens + answer, run.data.max_length)
+                sample.append((length, np.arange(length) >= row.prompt_tokens))
+            else:
+                sample += [(len(piece.ids), piece.supervised) for piece in row.pieces]
+    return iter(sample), total
+
+
+def count(run: Run, rows: Iterator[tuple[int, Any]], total: int | None) -> Amounts:
+    """Sums over `rows` of (length, supervised mask), scaled up to `total` rows when they are a sample."""
+    from data.anchors import eligible
+    from data.errors import BadInput
+    from pipeline.forecast import Amounts
+
+    seen = tokens = states = anchors = supervised = longest = 0
+    most = max(run.train_of(name).anchors_per_row for name in run.drafters)
+    for length, mask in rows:
+        found = eligible(mask)
+        seen += 1
+        tokens += length
+        longest = max(longest, length)
+        supervised += int(mask.sum())
+        states += int(found[-1]) if len(found) else 0
+        anchors += min(most, len(found))
+    if not seen:
+        raise BadInput("data.train: no usable row to plan with; run `draftmill prepare` to see why")
+    scale = 1.0 if total is None else total / seen
+    scaled = [round(scale * value) for value in (seen, tokens, states, anchors, supervised)]
+    return Amounts(*scaled, longest=longest, from_tokens=total is None)
+
+
+def lines(run: Run, model: Model, amounts: Amounts, gpu_memory: list[int]) -> Iterator[str]:
+    """The report, line by line."""
+    from data.codec import CODECS
+    from pipeline import forecast
+    from pipeline.console import size
+
+    kind = "counted from the token tables" if amounts.from_tokens else f"estimated from at most {SAMPLE} rows"
+    yield f"rows      {amounts.rows:,} ({kind}), {amounts.tokens:,} tokens, {amounts.supervised:,} supervised"
+    yield (
+        f"target    {model.parameters / 1e9:.2f} B parameters, layers {list(model.taps)} of "
+        f"{model.config.num_hidden_layers}, width {model.config.hidden_size}"
+    )
+    yield f"states    {amounts.states:,} ({amounts.states / max(amounts.tokens, 1):.0%} of the tokens)"
+    for name in CODECS:
+        bytes_ = forecast.cache_bytes(amounts, model, name, run)
+        mark = "  <- this run" if name == run.extract.codec else ""
+        yield f"cache     {name:14} {size(bytes_):>10}, {bytes_ / max(amounts.tokens, 1):,.0f} bytes a token{mark}"
+    yield f"tokens    {size(2.5 * amounts.tokens)}; head {size(forecast.head_bytes(model, run))}"
+    checkpoints = 0
+    for name, drafter in run.drafters.items():
+        train = run.train_of(name)
+        parameters = forecast.drafter_parameters(model, drafter)
+        one = parameters * forecast.SAVED
+        kept = one * (train.keep_last + train.keep_best + 1)
+        checkpoints += kept
+        batches, states, anchors = forecast.batches_per_epoch(amounts, train)
+        yield (
+            f"drafter   {name}: {parameters / 1e6:,.0f} M parameters; checkpoints {size(one)} each, {size(kept)} kept "
+            f"at once, {size(parameters * 4)} of host memory while one is written; export {size(parameters * 2)}"
+        )
+        yield (
+            f"batches   {name}: {batches:,.0f} an epoch, {train.epochs} epochs of "
+            f"{batches / train.batches_per_step:,.0f} steps; context {states:.0%} full, anchor slots {anchors:.0%} full"
+        )
+    yield from _disk(run, forecast.cache_bytes(amounts, model, run.extract.codec, run) + checkpoints)
+    yield from _memory(run, model, gpu_memory)
+    assumed = f"{forecast.GPU_FLOPS / 1e12:.0f} TFLOP/s a GPU" if gpu_memory else "two CPU cores"
+    for stage, spent in forecast.hours(amounts, model, run, bool(gpu_memory)).items():
+        yield f"hours     {stage}: {spent:.2f} (assumed: {assumed}, disk never waited for)"
+
+
+def _disk(run: Run, need: int) -> Iterator[str]:
+    from pipeline.console import size
+
+    folder = run.folder
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    where = f"{run.extract.store} and {folder}" if run.extract.store else str(folder.resolve())
+    verdict = "enough" if need < free else "NOT enough: choose a smaller codec, fewer checkpoints or another root"
+    yield f"disk      {size(need)} wanted in all, {size(free)} free in {where}: {verdict}"
+
+
+def _memory(run: Run, model: Model, gpu_memory: list[int]) -> Iterator[str]:
+    from pipeline import forecast
+    from pipeline.console import size
+
+    device, ring = forecast.extract_memory(model, run)
+    have = f"; GPUs here: {', '.join(size(memory) for memory in gpu_memory)}" if gpu_memory else "; no GPU here"
+    each = f" over {run.target.gpus} GPUs" if run.target.gpus > 1 else ""
+    yield f"memory    extract {size(device)}{each} on the device, {size(ring)} of pinned host memory{have}"
+    for name, drafter in run.drafters.items():
+        need = forecast.train_memory(model, drafter, run.train_of(name))
+        yield f"memory    train {name}: {size(need)} on each device"

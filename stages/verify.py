@@ -1,0 +1,116 @@
+"""Is the cache what its manifests say, and what the target says? Every byte, shape and count; sampled rows again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from data.errors import BadInput, Failure
+from data.layout import Layout, part_name
+from data.manifest import file_record, read_manifest
+from data.settings import Run, load_run
+
+if TYPE_CHECKING:
+    from pipeline.job import Job
+
+SHOWN = 20
+"""Problems printed of a part."""
+SAMPLED = 16
+"""Rows, over all parts, that the target runs again; at least 2 of a part."""
+
+
+@click.command("verify")
+@click.argument("run_file", type=click.Path())
+@click.option("--part", type=click.IntRange(min=0), help="One part; all of them when omitted.")
+@click.option("--fast", is_flag=True, help="Manifests and file sizes only: seconds, and no target.")
+def command(run_file: str, part: int | None, fast: bool) -> None:
+    """Check every byte of the cache, and sampled rows against the target."""
+    from pipeline.console import say
+    from pipeline.job import job
+
+    run = load_run(run_file)
+    if part is not None and part >= run.extract.parts:
+        raise BadInput(f"--part {part}: this run has parts 0 to {run.extract.parts - 1}")
+    parts = tuple(range(run.extract.parts)) if part is None else (part,)
+    label = "" if part is None else part_name(part)
+    with job(run, "verify", label=label, gpus=0 if fast else run.target.gpus) as work:
+        check = Verification(run, work, fast)
+        problems = [f"head: {line}" for line in check.head()]
+        for number in parts:
+            found = list(check.part(number))
+            for line in found[:SHOWN]:
+                say(f"{part_name(number)}: {line}")
+            problems += found
+            say(f"{part_name(number)}: {'whole' if not found else f'{len(found)} problems'}")
+        if problems:
+            raise Failure(
+                f"{len(problems)} problems in the cache of {run.folder}, first: {problems[0]}; remove the manifest of "
+                "each part named and run `draftmill extract` again"
+            )
+        say(f"verified {len(parts)} parts" + (" (sizes and manifests only)" if fast else ""))
+
+
+class Verification:
+    """One pass over the parts; the target is loaded when the first sound part needs it."""
+
+    def __init__(self, run: Run, work: Job, fast: bool) -> None:
+        from data.cache import cache_layout
+
+        self.run, self.work, self.fast = run, work, fast
+        self.layout: Layout = cache_layout(run)
+        self._target: Any = None
+
+    def head(self) -> Iterator[str]:
+        """What is wrong with head.safetensors."""
+        manifest = read_manifest(self.layout.head.with_suffix(".json"), "head")
+        wanted = manifest["files"][0]
+        if not self.layout.head.exists():
+            yield f"{self.layout.head} is missing"
+        elif self.layout.head.stat().st_size != wanted["bytes"]:
+            yield f"{self.layout.head} has {self.layout.head.stat().st_size} bytes, its manifest says {wanted['bytes']}"
+        elif not self.fast and file_record(self.layout.head, self.layout.cache) != wanted:
+            yield f"{self.layout.head} has another crc32c than its manifest says"
+
+    def part(self, part: int) -> Iterator[str]:
+        """What is wrong with a part: its settings, files, shapes, values, and sampled rows. Stops at the first kind."""
+        from data.cache import check_settings
+        from data.part import damage
+
+        path = self.layout.cache_part(part)
+        manifest = read_manifest(path, "cache")
+        check_settings(path, manifest, self.run)
+        found = damage(self.layout, part, self.fast)
+        yield from found
+        if not found and not self.fast:
+            yield from self._content(part, manifest)
+
+    def _content(self, part: int, manifest: dict[str, Any]) -> Iterator[str]:
+        from pipeline.audit import PartAudit
+
+        audit = PartAudit(self.layout, part, manifest, self.work.device)
+        for lines in (audit.shapes(), audit.values()):
+            found = False
+            for line in lines:
+                self.work.check_stop()
+                found = True
+                yield line
+            if found:
+                return
+        yield from self._target_says(part, audit)
+
+    def _target_says(self, part: int, audit: Any) -> Iterator[str]:
+        from pipeline.console import say
+        from pipeline.target import load_target
+
+        if self._target is None:
+            self._target = load_target(self.run, self.work.device)
+        count = max(2, SAMPLED // self.run.extract.parts)
+        worst = 0.0
+        for error, complaint in audit.against(self._target, count):
+            self.work.check_stop()
+            worst = max(worst, error)
+            if complaint is not None:
+                yield complaint
+        say(f"{part_name(part)}: sampled rows are within {worst:.2g} of a fresh forward pass (relative L2)")

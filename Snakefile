@@ -93,7 +93,6 @@ rule all:
     input:
         needs(
             HERE.report,
-            *map(HERE.export_manifest, RUN.drafters),
             *([] if RUN.extract.keep or RUN.cache.run else [HERE.dropped]),
         ),
 
@@ -259,7 +258,7 @@ rule export:
 rule report:
     input:
         needs(
-            *map(HERE.train_manifest, RUN.drafters),
+            *map(HERE.export_manifest, RUN.drafters),
             *(map(HERE.eval_manifest, RUN.drafters) if RUN.eval.benchmarks else ()),
         ),
     output:

@@ -71,13 +71,13 @@ def _is_hub_id(name: str) -> bool:
 
 
 def _serving(config: DrafterConfig, target: TargetInfo, export: str, form: Form) -> str:
-    blocks = [
-        f"{engine}:\n\n```bash\n{line}\n```" for engine, line in serving_lines(config, target, export, form).items()
-    ]
-    size = (
-        f"Block size B = {config.block_size}, the anchor counted: vLLM is told {config.block_size - 1} drafted tokens"
+    lines = serving_lines(config, target, export, form)
+    blocks = [f"{engine}:\n\n```bash\n{line}\n```" for engine, line in lines.items()]
+    size, drafted = config.block_size, config.block_size - 1
+    others = "" if form == "speculators" else f" SGLang and dflash read {size} from `config.json`."
+    return "\n\n".join(
+        [*blocks, f"A block is {size} tokens, the anchor counted: vLLM is told {drafted} drafted ones.{others}"]
     )
-    return "\n\n".join([*blocks, f"{size}, SGLang and dflash read B from `config.json`."])
 
 
 def _acceptance(facts: Mapping[str, Any], evaluations: list[Mapping[str, Any]]) -> str:

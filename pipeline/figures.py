@@ -19,7 +19,7 @@ matplotlib.use("svg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
+from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from pipeline.report import CacheFacts, DrafterStory, StageTime
 
@@ -110,7 +110,8 @@ def curves(drafters: Sequence[DrafterStory]) -> str:
     with _canvas(2, salt="curves") as (figure, (left, right)):
         for index, drafter in enumerate(drafters):
             steps = [line["step"] for line in drafter.steps]
-            left.plot(steps, [line["loss"] for line in drafter.steps], color=colour(index), label=drafter.name)
+            losses, style = [line["loss"] for line in drafter.steps], _line(index, len(steps))
+            left.plot(steps, losses, label=drafter.name, **style)
             walked = [(line["step"], line["validation"]["acceptance"]) for line in drafter.walks]
             if walked:
                 right.plot(*zip(*walked, strict=True), color=colour(index), marker="o", markersize=3.5)
@@ -124,8 +125,14 @@ def curves(drafters: Sequence[DrafterStory]) -> str:
         for axes in (left, right):
             axes.set_xlabel("optimizer step")
             axes.margins(y=0.15)
+            axes.xaxis.set_major_locator(MaxNLocator(7, integer=True))
         _legend(left, len(drafters))
         return _svg(figure)
+
+
+def _line(index: int, points: int) -> dict[str, Any]:
+    """How a drafter's curve is drawn: with its points where they are few enough to be told apart."""
+    return {"color": colour(index), "marker": "o" if points < 30 else "", "markersize": 3.5}
 
 
 def slots(drafter: DrafterStory) -> str:
@@ -194,7 +201,7 @@ def acceptance(drafters: Sequence[DrafterStory]) -> str:
                     continue
                 height = row + (index - (len(drafters) - 1) / 2) * 0.7 / len(drafters)
                 axes.plot([pooled["low"], pooled["high"]], [height] * 2, color=colour(index), linewidth=2.4, alpha=0.55)
-                axes.plot([pooled["value"]], [height], "o", color=colour(index), markersize=7)
+                axes.plot([pooled["value"]], [height], "o", color=colour(index), markersize=7, clip_on=False)
                 where = (max(pooled["high"], pooled["value"]), height)
                 axes.annotate(f"{pooled['value']:.2f}", where, (6, 0), textcoords="offset points", va="center")
         for index, drafter in enumerate(drafters):
@@ -202,8 +209,8 @@ def acceptance(drafters: Sequence[DrafterStory]) -> str:
         axes.set_yticks(range(len(benchmarks)), benchmarks)
         axes.tick_params(axis="y", labelcolor=TEXT)
         axes.set_ylim(len(benchmarks) - 0.4, -0.6)
-        axes.set_xlim(left=1)
         axes.margins(x=0.12)
+        axes.set_xlim(1, max(2.0, axes.get_xlim()[1]))
         axes.set_xlabel("tokens a target pass (1 is no gain)")
         _legend(axes, len(drafters))
         return _svg(figure)
@@ -215,7 +222,7 @@ def times(stages: Sequence[StageTime]) -> str:
         axes.grid(visible=False)
         axes.barh([stage.stage for stage in stages], [stage.span for stage in stages], 0.62, color=SERIES[0])
         for row, stage in enumerate(stages):
-            jobs = f" ({stage.jobs} jobs, {duration(stage.work)} of work)" if stage.work > 1.1 * stage.span else ""
+            jobs = f" ({len(stage.jobs)} jobs, {duration(stage.work)} of work)" if stage.work > 1.1 * stage.span else ""
             text = f"{duration(stage.span)}{jobs}" + (", unfinished" if stage.unfinished else "")
             axes.annotate(text, (stage.span, row), (5, 0), textcoords="offset points", va="center")
         axes.invert_yaxis()
@@ -231,15 +238,16 @@ def throughput(drafters: Sequence[DrafterStory]) -> str:
     with _canvas(2, 2.3, "throughput") as (figure, (left, right)):
         for index, drafter in enumerate(drafters):
             steps = [line["step"] for line in drafter.steps]
-            rates = [line["tokens_per_s"] for line in drafter.steps]
-            left.plot(steps, rates, color=colour(index), label=drafter.name)
-            right.plot(steps, [100 * line["wait_share"] for line in drafter.steps], color=colour(index))
+            rates, style = [line["tokens_per_s"] for line in drafter.steps], _line(index, len(steps))
+            left.plot(steps, rates, label=drafter.name, **style)
+            right.plot(steps, [100 * line["wait_share"] for line in drafter.steps], **style)
         left.set_title("Labels learned a second")
         right.set_title("Waiting for data, % of time")
         left.yaxis.set_major_formatter(EngFormatter(sep=""))
         for axes in (left, right):
             axes.set_ylim(bottom=0)
             axes.set_xlabel("optimizer step")
+            axes.xaxis.set_major_locator(MaxNLocator(7, integer=True))
         _legend(left, len(drafters))
         return _svg(figure)
 

@@ -45,7 +45,7 @@ def _sections(story: Story, pictures: Mapping[str, str]) -> Iterable[Section]:
     yield "slots", "Slot by slot", "".join(_slots(drafter, pictures) for drafter in everyone)
     yield "training", "Training", _training(story, pictures)
     yield "speed", "Speed", _speed(everyone)
-    yield "time", "Time", _figure(pictures, "times")
+    yield "time", "Time", _figure(pictures, "times") + _jobs(story)
     yield "data", "Data and cache", _data(story, pictures)
     yield "examples", "Generations", _examples(everyone)
     yield "settings", "Settings and fingerprints", _settings(story)
@@ -182,6 +182,25 @@ def _speed(everyone: list[DrafterStory]) -> str:
     return note + _table(head, rows, right=range(2, 7))
 
 
+def _jobs(story: Story) -> str:
+    """Every job: a part or a drafter each."""
+    rows = [
+        [
+            escape(f"{stage.stage} {job.label}"),
+            duration(job.seconds),
+            job.attempt,
+            escape(job.status),
+            escape("; ".join(text for text in (job.rate, job.note) if text)),
+        ]
+        for stage in story.times
+        for job in stage.jobs
+    ]
+    if not rows:
+        return ""
+    table = _table(("job", "took", "attempt", "ended", "last rate"), rows, right=(1, 2))
+    return f"<details><summary>{len(rows)} jobs</summary>{table}</details>"
+
+
 def _data(story: Story, pictures: Mapping[str, str]) -> str:
     counts = [("prompts", story.prompts), ("token rows", story.tokens and story.tokens["counts"])]
     if story.cache is not None:
@@ -195,7 +214,8 @@ def _data(story: Story, pictures: Mapping[str, str]) -> str:
         taps = ", ".join(map(str, cache.layers))
         shown += (
             f"<p>States of layers {taps}, width {cache.width}, codec {escape(cache.codec)}, "
-            f"compressor {escape(cache.compressor)}. What each codec would take:</p>{_figure(pictures, 'codecs')}"
+            f"compressor {escape(cache.compressor)}. What the states take under each codec:</p>"
+            + _figure(pictures, "codecs")
         )
     return shown + _row_example(story.tokens)
 

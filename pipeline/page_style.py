@@ -58,6 +58,7 @@ summary { cursor: pointer; color: var(--link); }
 .talk .answer { line-height: 1.75; }
 .a, .a2, .b, .f { border-radius: 3px; padding: .08rem 0; }
 .a { background: var(--accepted); } .a2 { background: var(--accepted2); } .b { background: var(--bonus); }
+.b { box-shadow: inset 1px 0 var(--raised); }
 .f { box-shadow: inset 0 -2px var(--muted); }
 @media print { nav { display: none; } h2 { break-after: avoid; } figure, .talk { break-inside: avoid; } }
 """

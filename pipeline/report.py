@@ -64,14 +64,29 @@ class CacheFacts:
 
 
 @dataclass(frozen=True)
+class Job:
+    """Newest attempt of a job: its seconds, how it ended, and where its progress stood last."""
+
+    label: str
+    seconds: float
+    status: str
+    attempt: int
+    rate: str
+    note: str
+
+
+@dataclass(frozen=True)
 class StageTime:
-    """Newest attempts of a stage's jobs: seconds of work in all, and from the first start to the last sign of life."""
+    """A stage's jobs: seconds of work in all, and from the first start to the last sign of life."""
 
     stage: str
-    jobs: int
+    jobs: list[Job]
     work: float
     span: float
-    unfinished: int
+
+    @property
+    def unfinished(self) -> bool:
+        return any(job.status != "done" for job in self.jobs)
 
 
 @dataclass(frozen=True)
@@ -159,12 +174,13 @@ def _evaluations(layout: Layout, name: str, missing: _Missing) -> Iterator[Body]
 
 
 def _sums(run: Run, path: Callable[[int], Path], kind: str) -> dict[str, int]:
-    """Counts of a part's manifests, added up over parts."""
+    """Counts of a part's manifests over all parts: sums, and the longest of all rows."""
     total: dict[str, int] = {}
     for part in range(run.extract.parts):
         for key, value in read_manifest(path(part), kind)["counts"].items():
             if isinstance(value, int):
-                total[key] = total.get(key, 0) + value
+                before = total.get(key, 0)
+                total[key] = max(before, value) if key == "longest" else before + value
     return total
 
 
@@ -213,9 +229,15 @@ def stage_times(run: Run) -> Iterator[StageTime]:
         if not own:
             continue
         starts, ends = [_seconds(job["started"]) for job in own], [_seconds(job["seen"]) for job in own]
-        work = sum(end - start for start, end in zip(starts, ends, strict=True))
-        unfinished = sum(job["status"] != "done" for job in own)
-        yield StageTime(stage, len(own), work, max(ends) - min(starts), unfinished)
+        every = [_job(job, end - start) for job, start, end in zip(own, starts, ends, strict=True)]
+        yield StageTime(stage, every, sum(job.seconds for job in every), max(ends) - min(starts))
+
+
+def _job(status: Body, seconds: float) -> Job:
+    progress = status.get("progress") or {}
+    rate = f"{progress['rate']:.3g} {progress['unit']}/s" if progress.get("rate") else ""
+    note, attempt = progress.get("note") or "", status.get("attempt", 1)
+    return Job(status["label"], status.get("seconds", seconds), status["status"], attempt, rate, note)
 
 
 def _seconds(moment: str) -> float:

@@ -124,11 +124,13 @@ class Engine:
         replays = device.type == "cuda" and rope not in ("dynamic", "longrope")  # those read positions on the host
         capacity = _round_up(max_length + self.block_size + 1, SPAN_STEP)
         self.rows = Rows(batch_size, capacity, device)
-        self.group = max(1, min(batch_size // 8, GROUP))
+        self.enough = max(1, min(batch_size // 8, GROUP))
+        enabled = replays if graphs == "auto" else graphs
+        self.group = self.enough if enabled else min(batch_size, GROUP)
         self.steps = Steps(target, drafter, self.rows, self.group, sampling, stop_ids, self.block_size)
         self.step = self.steps.plain if drafter is None else self.steps.drafted
         fuse = (self.steps.target.decoder,) if drafter is None else (self.steps.target.decoder, drafter)
-        self.graphs = Graphs(replays if graphs == "auto" else graphs, fuse)
+        self.graphs = Graphs(enabled, fuse)
         self.counts = Counts()
         self._status = _host(2, batch_size, dtype=torch.int64, device=device)
         self._lengths = [1] * batch_size
@@ -147,8 +149,8 @@ class Engine:
         while True:
             free = [row for row, prompt in enumerate(held) if prompt is None]
             idle = len(free) == self.batch_size
-            if more and (len(free) >= self.group or idle):
-                taken = _take(queue, len(free) if idle else len(free) - len(free) % self.group)
+            if more and (len(free) >= self.enough or idle):
+                taken = _take(queue, len(free) if idle else len(free) - len(free) % self.enough)
                 more = len(taken) > 0
                 self._admit(taken, free, held, max_new_tokens)
                 idle = idle and not taken
@@ -166,7 +168,11 @@ class Engine:
     def _advance(self) -> None:
         """One step of all rows, then their lengths and flags on their way to the host."""
         span = self._span(max(self._lengths) + self.block_size)
-        self.graphs.run(("step", span), partial(self.step, span), self.rows.idle)
+        live = [row for row, length in enumerate(self._lengths) if length > 1]
+        if self.graphs.enabled or len(live) == self.batch_size:
+            self.graphs.run(("step", span), partial(self.step, span), self.rows.idle)
+        else:
+            self.step(span, torch.tensor(live, device=self.rows.ids.device))
         self.counts.steps += 1
         self._status[0].copy_(self.rows.length[:-1], non_blocking=True)
         self._status[1].copy_(self.rows.active[:-1], non_blocking=True)

@@ -75,12 +75,11 @@ class Rows:
         self.stopped[slots] = self.stopped[slots] | stopped
         self.active[slots] = active & ~stopped & (length + kept < limit)
 
-    def note(self, accepted: Tensor) -> None:
-        """Log `accepted` [R] drafts as one more block of each active row."""
-        active, at = self.active[:-1], self.blocks[:-1, None]
-        old = self.log[:-1].gather(1, at)
-        self.log[:-1].scatter_(1, at, torch.where(active[:, None], accepted[:, None].short(), old))
-        self.blocks[:-1] += active
+    def note(self, slots: Tensor, accepted: Tensor) -> None:
+        """Log `accepted` [n] drafts as one more block of each active row among `slots` [n]."""
+        active, at = self.active[slots], self.blocks[slots]
+        self.log[slots, at] = torch.where(active, accepted.short(), self.log[slots, at])
+        self.blocks[slots] = at + active
 
 
 class TargetPass:
@@ -150,10 +149,10 @@ class DraftPass:
             write_rows(keys, new_keys, aim)
             write_rows(values, new_values, aim)
 
-    def __call__(self, block: Tensor, positions: Tensor, span: int) -> Tensor:
-        """Embedded slots [R, B, H] at `positions` [R, B], anchor first -> hidden [R, B, H]."""
+    def __call__(self, block: Tensor, positions: Tensor, span: int, slots: Tensor | None = None) -> Tensor:
+        """Embedded slots [n, B, H] at `positions` [n, B], anchor first -> hidden [n, B, H]."""
         aim = Aim()
-        aim.positions, aim.slots, aim.span = positions, None, span
+        aim.positions, aim.slots, aim.span = positions, slots, span
         masks = {window: self._mask(positions, span, window) for window in set(self.windows)}
         context = [(read_rows(keys, aim), read_rows(values, aim)) for keys, values in self.store]
 
@@ -219,32 +218,36 @@ class Steps:
         tokens = sampling.choose(logits, self.plan, rows.key[slots], rows.length[slots])
         rows.append(slots, tokens[:, None], torch.ones_like(slots), self.stops)
 
-    def plain(self, span: int) -> None:
-        """One more token for every active row."""
-        rows, length = self.rows, self.rows.length[:-1]
+    def plain(self, span: int, some: Tensor | None = None) -> None:
+        """One more token for every active row, or for the active ones among `some` [n]."""
+        rows, slots = self.rows, self.all if some is None else some
+        length = rows.length[slots]
         positions = (length - 1)[:, None]
-        hidden, _ = self.target(rows.ids[:-1].gather(1, positions), positions, span)
-        tokens = sampling.choose(self.head.logits(hidden[:, 0]), self.plan, rows.key[:-1], length)
-        rows.append(self.all, tokens[:, None], torch.ones_like(length), self.stops)
+        hidden, _ = self.target(rows.ids[slots[:, None], positions], positions, span, some)
+        tokens = sampling.choose(self.head.logits(hidden[:, 0]), self.plan, rows.key[slots], length)
+        rows.append(slots, tokens[:, None], torch.ones_like(length), self.stops)
 
-    def drafted(self, span: int) -> None:
-        """One more block for every active row: draft, verify, accept."""
-        rows, keys = self.rows, self.rows.key[:-1]
-        anchors = rows.length[:-1] - 1
+    def drafted(self, span: int, some: Tensor | None = None) -> None:
+        """One more block for every active row, or for the active ones among `some` [n]: draft, verify, accept."""
+        rows, slots = self.rows, self.all if some is None else some
+        keys, anchors = rows.key[slots], rows.length[slots] - 1
         positions = anchors[:, None] + torch.arange(self.drafter.block_size, device=anchors.device)
-        anchor_ids = rows.ids[:-1].gather(1, anchors[:, None])
-        drafts, q = self.draft(anchor_ids, positions, span)
-        hidden, taps = self.target(torch.cat((anchor_ids, drafts), 1), positions, span)
+        anchor_ids = rows.ids[slots[:, None], anchors[:, None]]
+        drafts, q = self.draft(anchor_ids, positions, span, some)
+        hidden, taps = self.target(torch.cat((anchor_ids, drafts), 1), positions, span, some)
         accepted, tokens = sampling.verify(drafts, self.head.logits(hidden), q, self.plan, keys, anchors)
-        self.drafter.learn(taps, positions)
-        rows.note(accepted)
-        rows.append(self.all, tokens, accepted + 1, self.stops)
+        self.drafter.learn(taps, positions, some)
+        rows.note(slots, accepted)
+        rows.append(slots, tokens, accepted + 1, self.stops)
 
-    def draft(self, anchor_ids: Tensor, positions: Tensor, span: int) -> tuple[Tensor, Tensor | None]:
-        """Anchors [R, 1] at `positions` [R, B] -> drafts [R, B - 1] and, when sampling, their distribution."""
+    def draft(
+        self, anchor_ids: Tensor, positions: Tensor, span: int, some: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Anchors [n, 1] at `positions` [n, B] -> drafts [n, B - 1] and, when sampling, their distribution."""
         mask = self.drafter.drafter.config.mask_token_id
         unknown = torch.full_like(positions[:, 1:], mask)
         block = self.head.embed(torch.cat((anchor_ids, unknown), 1))
-        hidden = self.drafter(block, positions, span)[:, 1:]
+        hidden = self.drafter(block, positions, span, some)[:, 1:]
         logits = self.head.logits(hidden.to(self.target.dtype))
-        return sampling.propose(logits, self.plan, self.rows.key[:-1], positions[:, 0])
+        keys = self.rows.key[self.all if some is None else some]
+        return sampling.propose(logits, self.plan, keys, positions[:, 0])

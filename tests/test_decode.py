@@ -94,7 +94,7 @@ def reference(model: PreTrainedModel, prompt: Prompt, new: int = 20) -> tuple[in
 def with_drafts(engine: Engine, rule: Callable[[int, int], list[int]]) -> Engine:
     """Replace the drafter's guesses: `rule(row, position of slot 1)` gives the tokens of slots 1 to B - 1."""
 
-    def draft(anchor_ids: torch.Tensor, positions: torch.Tensor, span: int) -> tuple[torch.Tensor, None]:
+    def draft(anchor_ids: torch.Tensor, positions: torch.Tensor, *_: Any) -> tuple[torch.Tensor, None]:
         return torch.tensor([rule(row, int(at)) for row, at in enumerate(positions[:, 1])]), None
 
     engine.steps.draft = draft  # type: ignore[method-assign]

@@ -23,7 +23,7 @@ def one_block(drafts: list[int], target: list[int], stops: tuple[int, ...] = (ST
     anchors, keys = torch.tensor([2]), torch.tensor([7])
     logits = logits_that_say(target)
     accepted, tokens = sampling.verify(torch.tensor([drafts]), logits, None, Sampling(), keys, anchors)
-    rows.note(accepted)
+    rows.note(torch.tensor([0]), accepted)
     rows.append(torch.tensor([0]), tokens, accepted + 1, torch.tensor(stops))
     return rows
 
@@ -66,7 +66,7 @@ def test_the_limit_cuts_in_mid_block(room: int) -> None:
 def test_rows_that_are_not_active_do_not_change() -> None:
     rows = Rows(2, 128, torch.device("cpu"))
     rows.length[:2], rows.limit[:2], rows.active[1] = 3, 100, True
-    rows.note(torch.tensor([3, 3]))
+    rows.note(torch.tensor([0, 1]), torch.tensor([3, 3]))
     rows.append(torch.tensor([0, 1]), torch.tensor([[4, 5], [4, 5]]), torch.tensor([2, 2]), torch.tensor([STOP]))
     assert rows.length.tolist()[:2] == [3, 5]
     assert rows.blocks.tolist()[:2] == [0, 1]

@@ -239,7 +239,7 @@ def fill(cache: Cache, shape: BatchShape, plan: BatchPlan, out: Views) -> None:
         if shape.teacher:
             _fill_teacher(cache, shape, document, block, out)
         at, block = at + count, last
-    _pad(out, at, block)
+    _pad(shape, out, at, block)
     if shape.tables:
         for window in shape.windows:
             mask = shape.mask(window)
@@ -270,12 +270,14 @@ def _fill_teacher(cache: Cache, shape: BatchShape, document: Document, block: in
         out[f"teacher.{name}"][rows] = values[entries]
 
 
-def _pad(out: Views, at: int, block: int) -> None:
-    """Padding states are the first row's bytes or zero, finite either way; padding blocks have empty spans."""
-    for name, view in out.items():
-        if name.startswith("state."):
-            view[at:] = 0
+def _pad(shape: BatchShape, out: Views, at: int, block: int) -> None:
+    """Padding states are zero bytes, finite in every codec; padding blocks have empty spans, slots without a label no
+    teacher."""
+    for name in shape.states:
+        out[f"state.{name}"][at:] = 0
     out["position"][at:] = 0
     out["start"][block:] = out["end"][block:] = 0
     out["anchor_token"][block:] = 0
     out["labels"][block:] = -1
+    for name in shape.teacher:
+        out[f"teacher.{name}"][out["labels"].ravel() < 0] = 0

@@ -11,6 +11,7 @@ ids, the rest filled with valid ids. *Full* tiles need no predicate, *partial* o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -105,7 +106,7 @@ def _context_tiles(shape: MaskShape, start: np.ndarray, end: np.ndarray) -> tupl
     for spans in zip(lowest, highest, strict=True):
         low, high = (edge[:, :, None] for edge in spans)
         met |= ((low < left + TILE) & (high > left) & (low < high)).any(1)
-    low, high = lowest[1].max(1)[:, None], highest[0].min(1)[:, None]
+    low, high = lowest[-1].max(1)[:, None], highest[0].min(1)[:, None]
     full &= (low <= left) & (high >= left + TILE)
     return met, full
 
@@ -113,7 +114,8 @@ def _context_tiles(shape: MaskShape, start: np.ndarray, end: np.ndarray) -> tupl
 def _query_spans(shape: MaskShape, start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Visible context [low, high) of the first and the last query that each block has in a tile.
 
-    Returns lows and highs, each int64 [2 (first, last query), query tiles, blocks a tile].
+    Returns lows and highs, each int64 [2 (first, last query), query tiles, blocks a tile]; [1, ...] in full layers,
+    where all queries of a block see the same.
     """
     tiles, B = shape.queries // TILE, shape.block_size
     tile_first = np.arange(tiles)[:, None] * TILE
@@ -123,7 +125,7 @@ def _query_spans(shape: MaskShape, start: np.ndarray, end: np.ndarray) -> tuple[
     block = np.minimum(block, last_block)
     low, high = start[block], end[block]
     if shape.window is None:
-        return np.stack([low, low]), np.stack([high, high])
+        return low[None], high[None]
     first_slot = np.maximum(tile_first - block * B, 0)
     last_slot = np.minimum(tile_first + TILE - 1 - block * B, B - 1)
     reach = end[block] - shape.window + 1
@@ -131,6 +133,7 @@ def _query_spans(shape: MaskShape, start: np.ndarray, end: np.ndarray) -> tuple[
     return np.stack(lows), np.stack([high, high])
 
 
+@functools.lru_cache(maxsize=8)
 def _own_tiles(shape: MaskShape) -> tuple[np.ndarray, np.ndarray]:
     """Which tiles of block slots each query tile meets, and meets wholly: bool [query tiles, query tiles]."""
     tiles, B = shape.queries // TILE, shape.block_size
@@ -148,6 +151,8 @@ def _own_tiles(shape: MaskShape) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _fill(tiles: np.ndarray, count: np.ndarray, index: np.ndarray) -> None:
-    """Row by row: how many tiles are set, and the ids of the set ones first."""
+    """Row by row: how many tiles are set, and the ids of the set ones first; the tail is tile 0."""
     count[...] = tiles.sum(1, dtype=np.int32)
-    index[...] = np.argsort(~tiles, axis=1, kind="stable")
+    rows, columns = np.nonzero(tiles)
+    index[...] = 0
+    index[rows, np.arange(len(rows)) - (np.cumsum(count) - count)[rows]] = columns

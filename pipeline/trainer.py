@@ -189,9 +189,7 @@ class Trainer:
         say(f"drafter `{self.name}`: {count:,} parameters; {how}")
         say(f"mask token {self.config.mask_token_id}: {self.mask_reason}")
         say(f"{len(plan.rows)} rows, {len(self.held_out)} held out; {plan.total_steps} steps, from {start}")
-        say(
-            f"context {plan.context} states {100 * states:.0f} % full, {plan.blocks} block slots {100 * blocks:.0f} % full"
-        )
+        say(f"batches: {plan.context} states {100 * states:.0f} % full, {plan.blocks} blocks {100 * blocks:.0f} % full")
         if not len(self.held_out):
             say("no held-out row: validation is off and `best` is the last checkpoint")
 

@@ -1,0 +1,292 @@
+"""The training step against an oracle: float32, eager, dense, one block of one row at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from data.settings import Loss, Train
+from pipeline.batches import BatchPlan, Document, Plan, fill
+from pipeline.drafter import Drafter
+from pipeline.graphs import Step
+from pipeline.loss import LossRule, slot_weights
+from tests.synthetic import MemoryCache, config, make_step
+
+SETTINGS = Train(context_tokens=256, anchor_slots=64, anchors_per_row=64, batches_per_step=1, epochs=1)
+
+
+def run(step: Step, cache: MemoryCache, plan: BatchPlan, disturb: Callable[[dict], None] = lambda views: None) -> None:
+    views = step.shape.host_views(np.zeros(step.shape.offsets()[1], np.uint8))
+    fill(cache, step.shape, plan, views)
+    disturb(views)
+    step.inputs_from(views)
+
+
+def whole_plan(cache: MemoryCache, plan: Plan) -> BatchPlan:
+    (batch,) = plan.step(0)
+    assert sum(len(document.anchors) for document in batch.documents) > 0
+    return batch
+
+
+def oracle_logits(step: Step, cache: MemoryCache, document: Document, anchor: int) -> Tensor:
+    """Logits [B - 1, V] of one block, from its row alone: nothing is packed, nothing is masked."""
+    drafter, head, B = step.drafter, step.head, step.rule.block_size
+    tokens = torch.from_numpy(cache.tokens(document.row)[0].astype(np.int64))
+    stored = {n: torch.from_numpy(a[:anchor]) for n, a in cache._states[document.row].items()}
+    states = step.codec.decode(stored).float().flatten(1)[None]
+    context = drafter.project(states)
+    rope = drafter.rope(torch.arange(anchor)[None])
+    ids = torch.tensor([[int(tokens[anchor])] + [drafter.config.mask_token_id] * (B - 1)])
+    known = [layer.self_attn.keys_values(context, rope) for layer in drafter.layers]
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        allowed = torch.ones(B, anchor + B, dtype=torch.bool)
+        if drafter.config.layer_types[layer] == "sliding_attention":
+            key = torch.arange(anchor + B)
+            query = anchor + torch.arange(B)[:, None]
+            allowed = (query - key >= 0) & (query - key < drafter.config.sliding_window)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True)
+
+    hidden = drafter(head.embed(ids), drafter.rope(anchor + torch.arange(B)[None]), known, attend)
+    return head.logits(hidden)[0, 1:]
+
+
+def oracle(step: Step, cache: MemoryCache, plan: BatchPlan) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients of a batch, block by block."""
+    step.drafter.zero_grad(set_to_none=True)
+    rule, B = step.rule, step.rule.block_size
+    decay = torch.exp(-torch.arange(B - 1) / rule.decay)
+    total = torch.zeros(())
+    for document in plan.documents:
+        tokens = torch.from_numpy(cache.tokens(document.row)[0].astype(np.int64))
+        for anchor, count in zip(document.anchors.tolist(), document.labels.tolist(), strict=True):
+            logits = oracle_logits(step, cache, document, anchor)[:count]
+            log_p = logits.log_softmax(1).gather(1, tokens[anchor + 1 : anchor + 1 + count, None])[:, 0]
+            valid = torch.arange(B - 1)[None] < count
+            p = F.pad(log_p.exp(), (0, B - 1 - count))[None]
+            weights = slot_weights(rule, decay, p.detach(), valid)[0, :count]
+            total = total - (weights * log_p).sum() * plan.scale
+    total.backward()
+    return total.detach(), {n: p.grad.clone() for n, p in step.drafter.named_parameters()}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "one document": {"lengths": [70]},
+    "three documents": {"lengths": [60, 40, 30]},
+    "seventeen documents": {"lengths": [8, 6, 9, 7, 5, 12, 6, 8, 7, 9, 10, 5, 6, 7, 8, 11, 6]},
+    "anchor at position 0": {"lengths": [20, 12], "prompt": 0},
+    "block of 7": {"lengths": [40, 25], "block_size": 7},
+    "block of 10": {"lengths": [40, 25], "block_size": 10},
+    "block of 16": {"lengths": [40, 25], "block_size": 16},
+    "sliding window": {"lengths": [40, 25], "layer_types": ("sliding_attention",) * 2, "sliding_window": 5},
+    "sliding and full": {
+        "lengths": [40, 25], "layer_types": ("sliding_attention", "full_attention"), "sliding_window": 9,
+    },
+    "yarn": {
+        "lengths": [40],
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    },
+    "llama3": {
+        "lengths": [40],
+        "rope_scaling": {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "linear": {"lengths": [40], "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    "D-PACE": {"lengths": [60, 40], "loss": Loss(kind="dpace", alpha=0.5)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_packed_step_equals_block_by_block_oracle(name: str) -> None:
+    case = dict(CASES[name])
+    cache = MemoryCache("float32", 3, 32, 61, case.pop("lengths"), prompt=case.pop("prompt", 3))
+    train = SETTINGS.model_copy(update={"loss": case.pop("loss", Loss())})
+    step, plan = make_step(cache, config(**case), train)
+    batch = whole_plan(cache, plan)
+    loss, gradients = oracle(step, cache, batch)
+    run(step, cache, batch)
+    step.run_micro(first=True, last=True)
+    assert step.sums["loss"].item() == pytest.approx(loss.item(), rel=2e-5)
+    for parameter, tensor in step.drafter.named_parameters():
+        error = (tensor.grad - gradients[parameter]).norm() / gradients[parameter].norm()
+        assert error < 2e-4, parameter
+
+
+def block_hidden(step: Step) -> Tensor:
+    """Hidden states [A, B, H] of the batch in the inputs."""
+    with torch.no_grad():
+        return step.forward()[0][-1][1][0].view(step.shape.blocks, step.rule.block_size, -1)
+
+
+@pytest.mark.parametrize("sliding", [False, True])
+def test_nothing_at_or_after_an_anchor_reaches_its_block(sliding: bool) -> None:
+    kinds = {"layer_types": ("sliding_attention",) * 2, "sliding_window": 6} if sliding else {}
+    cache = MemoryCache("float32", 3, 32, 61, [30, 25, 28])
+    step, plan = make_step(cache, config(**kinds), SETTINGS)
+    batch = whole_plan(cache, plan)
+    run(step, cache, batch)
+    clean = block_hidden(step)
+    starts, ends = step.inputs["start"].clone(), step.inputs["end"].clone()
+    for block in (0, 7, 30, 50):
+        low, high = int(starts[block]), int(ends[block])
+
+        def disturb(views: dict[str, np.ndarray], low: int = low, high: int = high, block: int = block) -> None:
+            outside = np.ones(step.shape.context, bool)
+            outside[low:high] = False
+            views["state.hidden"][outside] += 100.0
+            others = np.arange(step.shape.blocks) != block
+            views["anchor_token"][others] = (views["anchor_token"][others] + 1) % 60
+
+        run(step, cache, batch, disturb)
+        assert torch.equal(block_hidden(step)[block], clean[block])
+        if high > low:
+
+            def inside(views: dict[str, np.ndarray], high: int = high) -> None:
+                views["state.hidden"][high - 1] += 1.0
+
+            run(step, cache, batch, inside)
+            assert not torch.equal(block_hidden(step)[block], clean[block])
+
+
+def test_a_batch_without_anchors_gives_finite_zero_gradients() -> None:
+    cache = MemoryCache("float32", 3, 32, 61, [30])
+    step, _ = make_step(cache, config(), SETTINGS)
+    run(step, cache, BatchPlan((), 0.0))
+    step.run_micro(first=True, last=True)
+    assert step.sums["loss"].item() == 0.0
+    assert all(parameter.grad.abs().max() == 0 for parameter in step.drafter.parameters())
+
+
+def test_accumulated_batches_sum_to_the_whole_step() -> None:
+    cache = MemoryCache("float32", 3, 32, 61, [60, 40, 70, 50, 80, 64])
+    halves = SETTINGS.model_copy(update={"context_tokens": 128, "batches_per_step": 8})
+    one, one_plan = make_step(cache, config(), SETTINGS.model_copy(update={"context_tokens": 512, "anchor_slots": 512}))
+    many, many_plan = make_step(cache, config(), halves)
+    run(one, cache, one_plan.step(0)[0])
+    one.run_micro(True, True)
+    for number, batch in enumerate(many_plan.step(0)):
+        run(many, cache, batch)
+        many.run_micro(number == 0, number == 7)
+    assert many.sums["loss"].item() == pytest.approx(one.sums["loss"].item(), rel=1e-5)
+    for a, b in zip(one.drafter.parameters(), many.drafter.parameters(), strict=True):
+        assert torch.allclose(a.grad, b.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_a_non_finite_gradient_freezes_weights_and_moments() -> None:
+    cache = MemoryCache("float32", 3, 32, 61, [40, 30])
+    for optimizer in ("adamw", "muon"):
+        step, plan = make_step(cache, config(), SETTINGS.model_copy(update={"optimizer": optimizer}))
+        batch = whole_plan(cache, plan)
+        run(step, cache, batch)
+        step.run_micro(True, True)
+        step.run_update()
+        before = {n: t.clone() for n, t in [*step.optimizer.tensors().items(), *step.drafter.named_parameters()]}
+
+        def poison(views: dict[str, np.ndarray]) -> None:
+            views["state.hidden"][3] = np.nan
+
+        run(step, cache, batch, poison)
+        step.run_micro(True, True)
+        step.run_update()
+        run(step, cache, batch)
+        step.run_micro(True, True)
+        step.run_update()
+        assert int(step.optimizer.bad) == 1
+        after = {**step.optimizer.tensors(), **dict(step.drafter.named_parameters())}
+        for name, tensor in before.items():
+            if name not in ("step_count", "bad"):
+                assert torch.equal(after[name], tensor), name
+
+
+def test_score_counts_hits_in_a_row() -> None:
+    cache = MemoryCache("float32", 3, 32, 61, [30, 20])
+    step, plan = make_step(cache, config(), SETTINGS)
+    batch = whole_plan(cache, plan)
+    run(step, cache, batch)
+    expected = []
+    for document in batch.documents:
+        for anchor, count in zip(document.anchors.tolist(), document.labels.tolist(), strict=True):
+            guesses = oracle_logits(step, cache, document, anchor).argmax(1)
+            tokens = cache.tokens(document.row)[0]
+            hits = [int(guesses[k]) == int(tokens[anchor + 1 + k]) for k in range(count)]
+            expected.append(next((k for k, hit in enumerate(hits) if not hit), count))
+    step.run_score()
+    assert step.matches[: len(expected)].tolist() == expected
+
+
+def test_state_noise_is_a_function_of_seed_and_place() -> None:
+    cache = MemoryCache("bf16", 3, 32, 61, [40, 30])
+    step, plan = make_step(cache, config(), SETTINGS.model_copy(update={"state_noise": 0.1}))
+    batch = whole_plan(cache, plan)
+    run(step, cache, batch)
+    first, again = block_hidden(step), block_hidden(step)
+    assert torch.equal(first, again)
+    run(step, cache, BatchPlan(batch.documents, batch.scale, 5))
+    assert not torch.equal(first, block_hidden(step))
+
+
+def train_both(device: str, steps: int = 3, **kinds: Any) -> list[dict[str, Tensor]]:
+    """Weights after a few steps in modes compile and whole, in one process."""
+    results = []
+    for mode in ("compile", "whole"):
+        torch._dynamo.reset()
+        cache = MemoryCache("fp8", 3, 64, 256, [100, 80, 120, 90, 60])
+        settings = SETTINGS.model_copy(update={"context_tokens": 512, "batches_per_step": 2, "learning_rate": 1e-3})
+        step, plan = make_step(cache, config(hidden_size=64, vocab_size=256, **kinds), settings, mode=mode,
+                               device=device, dtype=torch.bfloat16, dense=False)  # fmt: skip
+        step.prepare(2)
+        for number in range(steps):
+            for i, batch in enumerate(plan.step(0)):
+                run(step, cache, batch)
+                step.micro(i == 0, i == 1)
+            step.update()
+            assert int(step.optimizer.step_count) == number + 1
+        results.append({n: p.detach().clone() for n, p in step.drafter.named_parameters()})
+    return results
+
+
+@pytest.mark.gpu
+def test_graphs_replay_what_compile_runs_bit_for_bit() -> None:
+    compiled, whole = train_both("cuda")
+    assert all(torch.equal(compiled[name], whole[name]) for name in compiled)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "kinds",
+    [{}, {"block_size": 10}, {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 9}],
+)
+def test_flex_step_equals_dense_oracle_on_a_gpu(kinds: dict[str, Any]) -> None:
+    results = []
+    for mode, dense in (("eager", True), ("whole", False)):
+        torch._dynamo.reset()
+        cache = MemoryCache("float32", 3, 64, 256, [100, 80, 120, 90, 60])
+        settings = SETTINGS.model_copy(update={"context_tokens": 512})
+        step, plan = make_step(cache, config(hidden_size=64, vocab_size=256, **kinds), settings, mode=mode,
+                               device="cuda", dense=dense)  # fmt: skip
+        step.prepare(1)
+        run(step, cache, plan.step(0)[0])
+        step.micro(True, True)
+        results.append((step.sums["loss"].item(), {n: p.grad.clone() for n, p in step.drafter.named_parameters()}))
+    (loss, slow), (fast_loss, fast) = results
+    assert fast_loss == pytest.approx(loss, rel=1e-5)
+    for name, gradient in slow.items():
+        assert (fast[name] - gradient).norm() / gradient.norm() < 1e-3, name
+
+
+def test_rules_resolve_the_published_decays() -> None:
+    assert [LossRule.of(Loss(), b).decay for b in (16, 10, 8, 7, 4)] == [7.0, 5.0, 4.0, 4.0, 4.0]
+
+
+def test_drafter_has_the_released_names() -> None:
+    names = dict(Drafter(config(num_layers=3)).named_parameters())
+    assert len(names) == 11 * 3 + 3
+    assert names["fc.weight"].shape == (32, 3 * 32)

@@ -1,0 +1,332 @@
+"""Training end to end on tiny targets: overfitting, resume, the walk against the decoder, refusals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from data.cache import Cache
+from data.errors import BadInput, Failure, Stopped
+from data.layout import Layout
+from data.manifest import read_manifest
+from data.settings import Run, load_run
+from pipeline.checkpoint import choose, list_checkpoints, load_drafter
+from pipeline.decode import Answer, Engine, Prompt
+from pipeline.job import Job
+from pipeline.sampling import Sampling
+from pipeline.target import load_target
+from pipeline.trainer import Trainer, train_drafter
+from pipeline.validation import Walker
+from stages.extract import command as extract
+from stages.prepare import command as prepare
+
+PROMPT, LIMIT = 6, 40
+
+
+class StoppingJob(Job):
+    """A job that is asked to stop, or dies, when a given number of steps were asked about."""
+
+    def __init__(self, after: int, die: bool = False) -> None:
+        super().__init__("train", "test")
+        self.left, self.die = after, die
+
+    def stop_requested(self) -> bool:
+        self.left -= 1
+        if self.left == 0 and self.die:
+            raise RuntimeError("killed")
+        return self.left <= 0
+
+    def check_stop(self) -> None:
+        raise Stopped("asked")
+
+
+def write_run(folder: Path, name: str, model: str, rows: list[dict[str, Any]], **sections: Any) -> Path:
+    source = folder / f"{name}.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    body = {
+        "name": name,
+        "root": str(folder / "runs"),
+        "target": {"model": model, "dtype": "float32"},
+        "data": {"train": [{"path": str(source)}], "validation": 0.0, "max_length": 256},
+        "extract": {"parts": 1, "codec": "float32"},
+        "train": {
+            "context_tokens": 512, "anchor_slots": 256, "anchors_per_row": 32, "batches_per_step": 1, "epochs": 40,
+            "learning_rate": 5e-3, "checkpoint_every": 1000, "validate_every": 1000, "loggers": [],
+        },
+        "drafters": {"base": {"layers": 1, "block_size": 4}},
+    }  # fmt: skip
+    for section, changes in sections.items():
+        body[section] = {**body[section], **changes}
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(body))
+    return path
+
+
+def token_row(number: int, ids: list[int], prompt: int = PROMPT) -> dict[str, Any]:
+    return {"id": f"row-{number}", "token_ids": ids, "supervised": [i >= prompt for i in range(len(ids))]}
+
+
+def cached(path: Path) -> Run:
+    prepare.callback(run_file=str(path), show=None)
+    extract.callback(run_file=str(path), part=None, force=False)
+    return load_run(path)
+
+
+def decode(run: Run, prompts: list[list[int]], limit: int = LIMIT, stop_ids: tuple[int, ...] = ()) -> list[Answer]:
+    target = load_target(run, "cpu")
+    info = choose(Layout.of(run).checkpoints("base"), "last")[0]
+    drafter = load_drafter(info.path, "cpu", torch.float32)
+    engine = Engine(target, drafter, batch_size=4, max_length=160, sampling=Sampling(), stop_ids=stop_ids)
+    asked = [Prompt(f"row-{i}", ids) for i, ids in enumerate(prompts)]
+    return sorted(engine.generate(asked, limit), key=lambda answer: int(answer.id.removeprefix("row-")))
+
+
+@pytest.fixture(scope="module")
+def successor(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A cache of 8 rows of a target that always continues +1."""
+    folder = tmp_path_factory.mktemp("successor")
+    rows = [token_row(i, list(range(20 * i, 20 * i + PROMPT + LIMIT))) for i in range(8)]
+    return cached(write_run(folder, "plus-one", "tiny-successor:1", rows))
+
+
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, list[list[int]]]:
+    """A cache of a tiny target's own greedy answers, half of the rows held out; and the prompts."""
+    folder = tmp_path_factory.mktemp("answered")
+    blank = load_run(write_run(folder, "blank", "tiny:2", [token_row(0, [1] * 20)]))
+    target = load_target(blank, "cpu")
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(33, 120, PROMPT).tolist() for _ in range(24)]
+    stop = int(target.tokenizer.eos_token_id)
+    engine = Engine(target, None, batch_size=8, max_length=160, sampling=Sampling(), stop_ids=(stop,))
+    answers = {a.id: list(a.ids) for a in engine.generate([Prompt(str(i), p) for i, p in enumerate(prompts)], LIMIT)}
+    rows = [token_row(i, prompt + answers[str(i)]) for i, prompt in enumerate(prompts)]
+    path = write_run(folder, "answers", "tiny:2", rows, data={"validation": 0.4}, train={"epochs": 12})
+    return cached(path), prompts
+
+
+def train(run: Run, work: Job | None = None) -> dict[str, torch.Tensor]:
+    train_drafter(run, "base", work or Job("train", "test"))
+    info = choose(Layout.of(run).checkpoints("base"), "last")[0]
+    return dict(load_drafter(info.path, "cpu", torch.float32).named_parameters())
+
+
+def renamed(run: Run, name: str, **changes: Any) -> Run:
+    """The same run under another name, its cache shared, with other training settings."""
+    body = run.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    body |= {"name": name, "cache": {"from": run.name}, "train": {**body["train"], **changes}}
+    return Run.model_validate(body)
+
+
+def test_overfitting_eight_rows_makes_decoding_accept_whole_blocks(successor: Run) -> None:
+    run = renamed(successor, "overfit", epochs=150)
+    train(run)
+    metrics = [json.loads(line) for line in Layout.of(run).metrics("base").read_text().splitlines()]
+    assert min(metrics[-1]["accuracy"]) > 0.95
+    answers = decode(run, [list(range(20 * i, 20 * i + PROMPT)) for i in range(8)])
+    for number, answer in enumerate(answers):
+        assert list(answer.ids) == list(range(20 * number + PROMPT, 20 * number + PROMPT + LIMIT))
+    lengths = [block.length for answer in answers for block in answer.blocks[:-1]]
+    assert np.mean(lengths) >= 0.9 * 4
+
+
+def test_the_walk_is_what_the_decoder_accepts_block_by_block(answered: tuple[Run, list[list[int]]]) -> None:
+    run, prompts = answered
+    trainer = Trainer(run, "base", Job("train", "walk"))
+    train(run)
+    walked = walk_of(trainer, run)
+    target_stop = int(load_target(run, "cpu").tokenizer.eos_token_id)
+    answers = decode(run, prompts, stop_ids=(target_stop,))
+    cache = Cache.open(run)
+    compared = 0
+    for row in trainer.held_out:
+        answer = answers[int(cache.row_id(int(row)).removeprefix("row-"))]
+        served = [(b.start_position, b.length) for b in answer.blocks]
+        predicted = [(b.anchor, b.length) for b in walked if b.row == row]
+        if not answer.finished:
+            edge = PROMPT + LIMIT - 4
+            served = [b for b in served if b[0] < edge]
+            predicted = [b for b in predicted if b[0] < edge]
+        assert served == predicted
+        compared += len(served)
+    assert compared > 40
+    assert len({b.length for b in walked}) > 1
+
+
+def walk_of(trainer: Trainer, run: Run) -> list[Any]:
+    """Blocks of the validation walk with the trained weights."""
+    blocks: list[Any] = []
+    original = Walker.blocks
+
+    def keep(self: Walker) -> list[Any]:
+        blocks[:] = original(self)
+        return blocks
+
+    trainer.build()
+    trainer._resume()
+    trainer.metrics = type("Nowhere", (), {"write": lambda self, line: None})()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Walker, "blocks", keep)
+        trainer._validate(0)
+    return blocks
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("die", [False, True])
+def test_interrupted_training_gives_the_same_bits(successor: Run, accumulate: int, die: bool) -> None:
+    changes = {
+        "context_tokens": 128,
+        "anchor_slots": 96,
+        "max_steps": 40,
+        "batches_per_step": accumulate,
+        "checkpoint_every": 17 if die else 1000,
+        "log_every": 7,
+        "state_noise": 0.05,
+    }
+    straight = renamed(successor, f"straight-{accumulate}-{die}", **changes)
+    broken = renamed(successor, f"broken-{accumulate}-{die}", **changes)
+    expected = train(straight)
+    with pytest.raises((Stopped, RuntimeError)):
+        train(broken, StoppingJob(22 if die else 17, die))
+    assert [info.step for info in list_checkpoints(Layout.of(broken).checkpoints("base"))] == [17]
+    found = train(broken)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    losses = [
+        [(m["step"], m["loss"]) for m in map(json.loads, Layout.of(r).metrics("base").read_text().splitlines())]
+        for r in (straight, broken)
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_a_torn_checkpoint_is_passed_over(successor: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    changes = {"max_steps": 12, "checkpoint_every": 4, "keep_last": 3}
+    expected = train(renamed(successor, "whole", **changes))
+    torn = renamed(successor, "torn", **changes)
+    with pytest.raises(RuntimeError):
+        train(torn, StoppingJob(10, die=True))
+    folder = Layout.of(torn).checkpoints("base")
+    weights = folder / "step-000008" / "drafter.safetensors"
+    body = bytearray(weights.read_bytes())
+    body[-1] ^= 1
+    weights.write_bytes(body)
+    found = train(torn)
+    assert "falling back" in capsys.readouterr().err
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_finished_training_is_left_alone_until_it_is_forced(successor: Run) -> None:
+    run = renamed(successor, "forced", max_steps=3)
+    train(run)
+    layout = Layout.of(run)
+    manifest = layout.train_manifest("base")
+    before = manifest.read_bytes()
+    first = read_manifest(manifest, "drafter")
+    assert first["steps"] == 3
+    manifest.unlink()
+    train(run)
+    assert manifest.read_bytes() == before
+    assert (layout.drafter("base").with_name(".base.old-1")).is_dir()
+
+
+def test_bad_states_stop_training_with_step_row_and_parameter(successor: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Cache.read_states
+
+    def poisoned(self: Cache, row: int, out: dict[str, np.ndarray], at: int) -> int:
+        count = original(self, row, out, at)
+        if self.row_id(row) == "row-3":
+            out["hidden"][at : at + count] = np.nan
+        return count
+
+    monkeypatch.setattr(Cache, "read_states", poisoned)
+    run = renamed(successor, "poisoned", max_steps=5, log_every=2)
+    with pytest.raises(Failure, match=r"step 1: gradients are not finite from rows \['row-3'\], first in `fc.weight`"):
+        train(run)
+
+
+def test_a_dead_reader_ends_the_run_with_its_error(successor: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Cache, row: int, out: dict[str, np.ndarray], at: int) -> int:
+        raise OSError("disk gone")
+
+    monkeypatch.setattr(Cache, "read_states", broken)
+    with pytest.raises(Failure, match="a reader died: disk gone"):
+        train(renamed(successor, "reader", max_steps=5))
+
+
+@pytest.mark.parametrize(
+    ("drafter", "message"),
+    [
+        ({"taps": [0, 9]}, r"cache was made with layers .* drafter `base` wants \[0, 9\]"),
+        ({"mask_token": 5000}, "5000 is outside the target's vocabulary"),
+        ({"mask_token": 21}, "id 21 occurs"),
+        ({"mask_token": "<nope>"}, "not a special token"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_step_one(successor: Run, drafter: dict, message: str) -> None:
+    body = renamed(successor, "misfit").model_dump(mode="json", by_alias=True, exclude_unset=True)
+    body["drafters"] = {"base": {"block_size": 4, **drafter}}
+    run = Run.model_validate(body)
+    with pytest.raises(BadInput, match=message):
+        train(run)
+    assert not Layout.of(run).drafter("base").exists()
+
+
+def test_a_cache_of_other_settings_is_refused_by_name(successor: Run) -> None:
+    body = renamed(successor, "other").model_dump(mode="json", by_alias=True, exclude_unset=True)
+    body["extract"]["codec"] = "fp8"
+    with pytest.raises(BadInput, match=r"extract\.codec = 'float32', this run wants 'fp8'"):
+        train(Run.model_validate(body))
+
+
+def test_distillation_needs_a_teacher_in_the_cache(successor: Run) -> None:
+    with pytest.raises(BadInput, match=r"extract\.extras"):
+        train(renamed(successor, "untaught", loss={"kind": "kl"}))
+
+
+def test_warm_start_begins_where_the_other_ended(successor: Run, tmp_path: Path) -> None:
+    run = renamed(successor, "first", max_steps=5)
+    weights = train(run)
+    from stages.export import command as export
+
+    exported = export_folder(export, run, tmp_path)
+    warm = renamed(successor, "warm", max_steps=1, warm_start=str(exported), learning_rate=1e-12)
+    found = train(warm)
+    for name, tensor in weights.items():
+        assert torch.allclose(found[name], tensor.bfloat16().float(), atol=1e-6), name
+
+
+def export_folder(export: Any, run: Run, folder: Path) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(run.model_dump(mode="json", by_alias=True, exclude_unset=True)))
+    export.main([str(path), "--drafter", "base", "--checkpoint", "last"], standalone_mode=False)
+    return Layout.of(run).export("base")
+
+
+def test_teacher_losses_train(tmp_path: Path) -> None:
+    rows = [token_row(i, list(range(20 * i, 20 * i + 26))) for i in range(4)]
+    losses: dict[str, list[float]] = {}
+    for extra in ("last_hidden", "top_k"):
+        path = write_run(tmp_path, extra.replace("_", "-"), "tiny-successor:1", rows,
+                         extract={"extras": [extra], "top_k": 8}, train={"epochs": 30, "log_every": 1})  # fmt: skip
+        base = cached(path)
+        for kind in ("kl", "tv"):
+            run = renamed(base, f"{base.name}-{kind}", loss={"kind": kind, "distill": 0.5})
+            train(run)
+            lines = map(json.loads, Layout.of(run).metrics("base").read_text().splitlines())
+            losses[f"{extra} {kind}"] = [line["loss"] for line in lines if "loss" in line]
+    for name, series in losses.items():
+        assert series[-1] < 0.5 * series[0], name
+
+
+def test_nothing_of_a_run_is_left_half_written(successor: Run) -> None:
+    run = renamed(successor, "tidy", max_steps=2)
+    train(run)
+    hidden = [p for p in Layout.of(run).drafter("base").rglob(".*") if p.is_file() or p.suffix == ".tmp"]
+    assert hidden == []
+    shutil.rmtree(Layout.of(run).folder)

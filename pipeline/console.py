@@ -72,13 +72,17 @@ def say(text: str) -> None:
     if sink is not None:
         sink.line(text)
         sink.beat()
-    if _console.bar is not None:
-        _console.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        return
-    prefix = f"{sink.name} | " if sink is not None and not _has_terminal() else ""
-    # The terminal may be gone (closed SSH session) while the work goes on; the log has the line.
-    with contextlib.suppress(OSError, ValueError):
+    with _terminal():
+        if _console.bar is not None:
+            _console.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            return
+        prefix = f"{sink.name} | " if sink is not None and not _has_terminal() else ""
         print(f"{prefix}{text}", file=sys.stderr, flush=True)
+
+
+def _terminal() -> contextlib.AbstractContextManager[None]:
+    """Around every write: the terminal may be gone (closed SSH session) while the work goes on; the log has it all."""
+    return contextlib.suppress(OSError, ValueError)
 
 
 def duration(seconds: float) -> str:
@@ -130,7 +134,8 @@ class Progress:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            with _terminal():
+                self._bar.stop()
             self._bar = _console.bar = None
         self._report()
         if kind is None:
@@ -144,7 +149,8 @@ class Progress:
         self._report()
         now = time.monotonic()
         if self._bar is not None:
-            self._bar.update(self._task, completed=self.done, note=self.note)
+            with _terminal():
+                self._bar.update(self._task, completed=self.done, note=self.note)
         elif now - self._last_line >= LINE_SECONDS:
             self._last_line = now
             say(self.snapshot().text())

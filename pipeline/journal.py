@@ -105,9 +105,10 @@ class Journal:
         self.write()
 
     def progress(self, body: dict[str, Any]) -> None:
-        """Change the progress; written at most once a second."""
+        """Change the progress; written at most once a second, the first at once."""
+        first = "progress" not in self.status
         self.status["progress"] = body
-        if time.monotonic() - self._written >= WRITE_SECONDS:
+        if first or time.monotonic() - self._written >= WRITE_SECONDS:
             self.write()
 
     def write(self) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 STAND_IN = ROOT / "tests" / "stub_draftmill.py"
+STAGE_SERVER = ROOT / "tests" / "stage_server.py"
 
 SERVER = """
 import json, os, sys
@@ -99,21 +100,41 @@ def snakemake_server() -> Iterator[Snakemake]:
         server.close()
 
 
+@contextmanager
+def stage_server(folder: Path) -> Iterator[Path]:
+    """Real stages, started quickly: the socket to ask."""
+    path = folder / "stages"
+    command = [sys.executable, str(ROOT / "tests" / "stage_server.py"), str(path)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    try:
+        yield path
+    finally:
+        process.kill()
+        process.communicate()
+
+
 @dataclass
 class Flow:
-    """A run file in a folder of its own, and the stand-in stages beside it."""
+    """A run file in a folder of its own, and the stages beside it: stand-ins, or the real ones behind `stages`."""
 
     folder: Path
     server: Snakemake
     body: dict[str, Any]
+    stages: Path | None = None
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        stages = self.folder / "bin" / "draftmill"
-        stages.parent.mkdir()
-        stages.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E {STAND_IN} {self.record} "$@"\n')
-        stages.chmod(0o755)
-        (self.folder / "rows.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
+        command = self.folder / "bin" / "draftmill"
+        command.parent.mkdir()
+        script = f"{STAND_IN} {self.record}" if self.stages is None else f"{STAGE_SERVER} {self.stages}"
+        command.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E {script} "$@"\n')
+        command.chmod(0o755)
+        rows = self.folder / "rows.jsonl"
+        if not rows.exists():
+            rows.write_text('{"prompt": "a", "response": "b"}\n')
         self.save()
 
     @property

@@ -1,0 +1,161 @@
+"""The run file: what is refused, in which words, and what a drafter's overrides do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from data import settings
+from data.errors import BadInput
+from data.settings import Run, load_run, section_json
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL: dict[str, Any] = {"name": "r", "target": {"model": "tiny:0"}, "data": {"train": [{"path": "a.jsonl"}]}}
+
+
+def write(folder: Path, body: Any) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(body if isinstance(body, str) else yaml.safe_dump(body))
+    return path
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    body = yaml.safe_load(yaml.safe_dump(SMALL))
+    *sections, last = path.split(".")
+    node = body
+    for section in sections:
+        node = node.setdefault(section, {})
+    node[last] = value
+    return body
+
+
+REFUSED = [
+    ("train.learning_rat", 1, "unknown key `train.learning_rat`; did you mean `learning_rate`?"),
+    ("extract.codek", "fp8", "unknown key `extract.codek`; did you mean `codec`?"),
+    ("drafters.base", {"layer": 3}, "unknown key `drafters.base.layer`; did you mean `layers`?"),
+    ("evall", {}, "unknown key `evall`; did you mean `eval`?"),
+    ("train.epochs", "six", "`train.epochs`: Input should be a valid integer"),
+    ("train.epochs", 0, "`train.epochs`: Input should be greater than 0 (got 0)"),
+    ("extract.codec", "fp4", "`extract.codec`: Input should be"),
+    ("extract.layers", [3, 1], "layer ids must ascend without repeats, got [3, 1]"),
+    ("extract.layers", [3, 3], "layer ids must ascend without repeats"),
+    ("drafters.base", {"block_size": 1}, "`drafters.base.block_size`"),
+    ("drafters.base", {"train": {"epoch": 1}}, "drafters.base.train: unknown key `epoch`; did you mean `epochs`?"),
+    ("drafters.base", {"gpus": 3}, "batches_per_step 8 does not divide by gpus 3"),
+    ("drafters", {}, "`drafters`"),
+    ("name", "../up", "`name`"),
+    ("name", "", "`name`"),
+    ("eval.benchmarks", {"b": {}}, "give exactly one of `path`, `preset` and `hub`"),
+    ("eval.benchmarks", {"../b": {"path": "x"}}, "eval.benchmarks"),
+    ("data.train", [], "`data.train`"),
+    ("data.train", [{"path": "a", "hub": "b"}], "give exactly one of `path` and `hub`"),
+    ("data.validation", 1.5, "data.validation"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "text"), REFUSED, ids=[f"{r[0]}={r[1]}" for r in REFUSED])
+def test_a_bad_run_file_is_refused_in_one_line_that_names_the_key(
+    tmp_path: Path, path: str, value: Any, text: str
+) -> None:
+    with pytest.raises(BadInput) as caught:
+        load_run(write(tmp_path, changed(path, value)))
+    message = str(caught.value)
+    assert message.startswith(str(tmp_path / "run.yaml"))
+    assert text in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("", "a run file is a mapping of sections, found NoneType"),
+        ("- a\n- b\n", "found list"),
+        ("name: [", "not a YAML file"),
+        ("name: r", "is missing"),
+        ("!!python/object/apply:os.system ['true']", "not a YAML file"),
+        ("a: &a [*a]", "unknown key"),
+    ],
+)
+def test_what_is_no_run_file_is_refused(tmp_path: Path, text: str, wanted: str) -> None:
+    with pytest.raises(BadInput, match=wanted):
+        load_run(write(tmp_path, text))
+
+
+def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="No such file"):
+        load_run(tmp_path / "none.yaml")
+    with pytest.raises(BadInput, match="Is a directory"):
+        load_run(tmp_path)
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_bytes(b"\xff\xfe\x00name")
+    with pytest.raises(BadInput, match="not a YAML file"):
+        load_run(tmp_path / "run.yaml")
+
+
+def test_a_run_is_frozen(tmp_path: Path) -> None:
+    run = load_run(write(tmp_path, SMALL))
+    with pytest.raises(ValidationError):
+        run.name = "other"
+    with pytest.raises(ValidationError):
+        run.train.epochs = 2
+
+
+def test_a_drafters_overrides_go_over_train_key_by_key(tmp_path: Path) -> None:
+    body = changed("train", {"epochs": 3, "loss": {"kind": "dpace", "alpha": 0.3}})
+    body["drafters"] = {"base": {}, "other": {"train": {"loss": {"alpha": 0.7}}}}
+    run = load_run(write(tmp_path, body))
+    assert run.train_of("base").loss.alpha == 0.3
+    other = run.train_of("other")
+    assert (other.loss.kind, other.loss.alpha, other.epochs) == ("dpace", 0.7, 3)
+
+
+def test_an_unknown_drafter_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="no drafter `x` in this run; it has: base"):
+        load_run(write(tmp_path, SMALL)).drafter("x")
+
+
+def test_section_json_does_not_depend_on_the_order_of_keys(tmp_path: Path) -> None:
+    one = Run.model_validate(SMALL | {"train": {"epochs": 2, "seed": 1}})
+    two = Run.model_validate(SMALL | {"train": {"seed": 1, "epochs": 2}})
+    assert section_json(one.train) == section_json(two.train)
+
+
+def test_every_field_says_what_it_does() -> None:
+    models = [
+        value for value in vars(settings).values() if isinstance(value, type) and issubclass(value, settings.Section)
+    ]
+    assert len(models) > 10
+    undocumented = [
+        f"{model.__name__}.{name}"
+        for model in models
+        for name, field in model.model_fields.items()
+        if not field.description
+    ]
+    assert undocumented == []
+    assert all(issubclass(model, BaseModel) and model.model_config.get("frozen") for model in models)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "data" / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
+def test_recipes_load_and_name_themselves(path: Path) -> None:
+    assert load_run(path).name == path.stem
+
+
+def test_the_published_recipe_has_the_published_numbers() -> None:
+    run = load_run(ROOT / "data" / "recipes" / "qwen3-8b.yaml")
+    train, base = run.train_of("base"), run.drafter("base")
+    assert (base.layers, base.block_size, run.data.max_length, train.anchors_per_row) == (5, 16, 3072, 512)
+    assert (train.learning_rate, train.schedule, train.warmup, train.epochs) == (6e-4, "cosine", 0.04, 6)
+    assert (train.loss.kind, train.loss.decay) == ("cross_entropy", 7)
+
+
+def test_the_published_recipe_is_commented_line_by_line() -> None:
+    lines = (ROOT / "data" / "recipes" / "qwen3-8b.yaml").read_text().splitlines()
+    sections = {"target:", "data:", "extract:", "train:", "drafters:", "eval:"}
+    bare = [line for line in lines if line.strip() and "#" not in line and line.strip() not in sections]
+    assert [line for line in bare if not line.strip().endswith(":")] == []

@@ -217,11 +217,12 @@ def shared_codec(layout: Layout, identity: str, make: Callable[[], Codec]) -> Co
     with _locked(path.with_name(".codec.lock")):
         if path.exists():
             with safetensors.safe_open(path, "pt") as file:
-                about = file.metadata()
+                about = json.loads(file.metadata()["about"])
             if about["identity"] == identity:
-                return load_codec(layout, json.loads(about["record"]))
+                return load_codec(layout, about["record"])
         codec = make().to("cpu")
-        about = {"identity": identity, "record": json.dumps(codec.record())}
+        # One key, since safetensors writes several in an order of chance.
+        about = {"about": json.dumps({"identity": identity, "record": codec.record()}, sort_keys=True)}
         write_bytes(path, safetensors.torch.save({k: v.contiguous() for k, v in codec.tables.items()}, about))
         return codec
 

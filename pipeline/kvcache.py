@@ -28,19 +28,25 @@ GROUPED = "draftmill_grouped"
 
 
 class Aim:
-    """Where the next forward pass reads and writes: `positions` int64 [n, T], first `span` positions visible, cache
-    rows `slots` int64 [n], or None for rows 0..n-1 in order."""
+    """Where a forward pass reads and writes: `positions` int64 [n, T], first `span` positions visible, cache rows
+    `slots` int64 [n], or None for rows 0..n-1 in order. `rows` int64 [n, 1] are the rows either way."""
 
     positions: Tensor
     span: int
     slots: Tensor | None
+    rows: Tensor
+
+    def point(self, positions: Tensor, span: int, slots: Tensor | None = None) -> Aim:
+        """Say where the next forward pass reads and writes."""
+        self.positions, self.span, self.slots = positions, span, slots
+        rows = torch.arange(positions.shape[0], device=positions.device) if slots is None else slots
+        self.rows = rows[:, None]
+        return self
 
 
 def write_rows(store: Tensor, new: Tensor, aim: Aim) -> None:
     """Write new [n, G, T, D] into store [R, G, S, D] at the aim's rows and positions."""
-    count = new.shape[0]
-    rows = torch.arange(count, device=new.device) if aim.slots is None else aim.slots
-    store[rows[:, None], :, aim.positions] = new.transpose(1, 2)
+    store[aim.rows, :, aim.positions] = new.transpose(1, 2)
 
 
 def read_rows(store: Tensor, aim: Aim) -> Tensor:
@@ -87,10 +93,6 @@ class RowCache(Cache):
     def __init__(self, layers: int, rows: int, capacity: int) -> None:
         self.aim = Aim()
         super().__init__(layers=[RowLayer(rows, capacity, self.aim) for _ in range(layers)])
-
-    def point(self, positions: Tensor, span: int, slots: Tensor | None = None) -> None:
-        """Say where the next forward pass reads and writes."""
-        self.aim.positions, self.aim.span, self.aim.slots = positions, span, slots
 
     @property
     def bytes(self) -> int:

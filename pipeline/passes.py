@@ -95,7 +95,7 @@ class TargetPass:
 
     def __call__(self, ids: Tensor, positions: Tensor, span: int, slots: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """ids and positions [n, T] -> post-norm states [n, T, H] and tapped states [n, T, K * H]."""
-        self.cache.point(positions, span, slots)
+        self.cache.aim.point(positions, span, slots)
         masks = layer_masks(self.config, self.windows, positions, span, self.dtype)
         with self._tapped() as states, grouped(self.config):
             made = self.decoder(
@@ -140,8 +140,7 @@ class DraftPass:
 
     def learn(self, taps: Tensor, positions: Tensor, slots: Tensor | None = None) -> None:
         """Keep tapped states [n, T, K * H] at `positions` [n, T] as context keys and values."""
-        aim = Aim()
-        aim.positions, aim.slots, aim.span = positions, slots, 0
+        aim = Aim().point(positions, 0, slots)
         context = self.drafter.project(taps.to(self.dtype))
         rope = self.drafter.rope(positions)
         for layer, (keys, values) in zip(self.drafter.layers, self.store, strict=True):
@@ -151,8 +150,7 @@ class DraftPass:
 
     def __call__(self, block: Tensor, positions: Tensor, span: int, slots: Tensor | None = None) -> Tensor:
         """Embedded slots [n, B, H] at `positions` [n, B], anchor first -> hidden [n, B, H]."""
-        aim = Aim()
-        aim.positions, aim.slots, aim.span = positions, slots, span
+        aim = Aim().point(positions, span, slots)
         masks = {window: self._mask(positions, span, window) for window in set(self.windows)}
         context = [(read_rows(keys, aim), read_rows(values, aim)) for keys, values in self.store]
 

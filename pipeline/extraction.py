@@ -10,6 +10,7 @@ Shapes: B rows, T tokens (right-padded), N states kept of a batch, M teacher ent
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import deque
@@ -390,8 +391,9 @@ def _is_over(event: torch.cuda.Event | None) -> bool:
 
 
 def compilations() -> int:
-    """Graphs that Dynamo has compiled in this process."""
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    """Graphs that Dynamo has compiled in this process, without waking it up."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
 
 @torch.inference_mode()

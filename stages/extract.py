@@ -373,6 +373,8 @@ def flat(body: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 
 def publish_head(layout: Layout, target: Target, identity: Mapping[str, Any]) -> None:
     """Write `head.safetensors` and its manifest unless they are there for this target; safe among parts."""
+    from safetensors import SafetensorError
+
     from pipeline.head import save_head
 
     about = layout.head.with_suffix(".json")
@@ -382,7 +384,12 @@ def publish_head(layout: Layout, target: Target, identity: Mapping[str, Any]) ->
             if {name: made.get(name) for name in identity} == dict(identity):
                 return
         temporary = layout.head.with_name(".head.tmp")
-        save_head(target.head().to("cpu", target.dtype), temporary)
+        try:
+            save_head(target.head().to("cpu", target.dtype), temporary)
+        except SafetensorError as error:
+            raise Failure(
+                f"{layout.head}: cannot write ({error}): free some space and run the same command again"
+            ) from None
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, layout.head)

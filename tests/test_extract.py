@@ -1,0 +1,323 @@
+"""Extraction: what is cached is what the target says, whatever happens on the way."""
+
+from __future__ import annotations
+
+import random
+import resource
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from data.anchors import eligible
+from data.cache import Cache
+from data.errors import BadInput, Failure, Stopped
+from data.layout import Layout
+from data.manifest import read_manifest
+from data.part import damage
+from data.settings import Run
+from data.shard import ShardWriter
+from pipeline.extraction import Encoder, Teacher, compilations
+from pipeline.head import load_head
+from pipeline.target import Target, load_target
+from pipeline.windows import batches, padded
+from stages.extract import Part
+from tests.extracting import Children, calls, extract, shards, tree, write_token_parts
+
+WINDOWS = {"window_bytes": 200_000, "shard_bytes": 80_000}
+
+
+@pytest.fixture
+def new_run(make_run: Callable[..., Run], tmp_path: Path, tiny_target: Target) -> Callable[..., Run]:
+    """`new_run(codec="fp8", ...)`: a run of its own root with token tables, its target taken from the session's."""
+
+    def make(rows: int = 24, salt: str = "", **extract_settings: object) -> Run:
+        settings = {"parts": 1, "codec": "float32", "tokens_per_batch": 256, **WINDOWS, **extract_settings}
+        run = make_run("r", root=str(tmp_path), extract=settings)
+        targets = Layout.of(run).targets
+        if not targets.exists():
+            shutil.copytree(Layout.of(make_run("tiny")).targets, targets)
+        write_token_parts(run, rows, salt=salt)
+        return run
+
+    return make
+
+
+def stored(cache: Cache, row: int) -> torch.Tensor:
+    specs = cache.codec.arrays()
+    count = int(cache.rows.states[row])
+    out = {name: np.zeros((count, *spec.shape), spec.dtype) for name, spec in specs.items()}
+    assert cache.read_states(row, out, 0) == count
+    return cache.codec.decode({name: torch.from_numpy(array) for name, array in out.items()})
+
+
+def test_states_are_those_of_a_fresh_forward_pass(new_run: Callable[..., Run], tiny_target: Target) -> None:
+    run = new_run(parts=2)
+    extract(run, (0, 1))
+    cache = Cache.open(run)
+    assert len(cache) == 24
+    assert cache.layer_ids == (1, 2, 3)
+    assert (cache.rows.states == 0).sum() == 1
+    for row in range(len(cache)):
+        ids, supervised = cache.tokens(row)
+        anchors = eligible(supervised)
+        assert cache.rows.states[row] == (anchors[-1] if len(anchors) else 0)
+        if len(anchors):
+            fresh = tiny_target.tap(torch.from_numpy(ids.astype(np.int64))[None], cache.layer_ids)[0, : anchors[-1]]
+            error = (stored(cache, row) - fresh).norm(dim=-1) / fresh.norm(dim=-1)
+            assert error.max() <= 1e-5
+
+
+def test_head_is_the_target_s_and_the_same_from_any_part(new_run: Callable[..., Run], tiny_target: Target) -> None:
+    run = new_run(parts=2)
+    head = Layout.of(run).head
+    extract(run, (1,))
+    from_one = head.read_bytes()
+    head.unlink()
+    extract(run, (0,))
+    assert head.read_bytes() == from_one
+    assert torch.equal(load_head(head).lm_head, tiny_target.model.lm_head.weight)
+
+
+@pytest.mark.parametrize("codec", ["bf16", "fp8", "int8-outlier"])
+def test_codecs_keep_states_within_their_error(new_run: Callable[..., Run], tiny_target: Target, codec: str) -> None:
+    run = new_run(codec=codec)
+    extract(run)
+    cache = Cache.open(run)
+    row = int(cache.rows.states.argmax())
+    ids = torch.from_numpy(cache.tokens(row)[0].astype(np.int64))
+    fresh = tiny_target.tap(ids[None], cache.layer_ids)[0, : cache.rows.states[row]].bfloat16().float()
+    error = (stored(cache, row).float() - fresh).norm(dim=-1) / fresh.norm(dim=-1)
+    assert error.max() <= cache.codec.error + 2**-8
+
+
+def test_teacher_entries_are_the_last_layer_s(new_run: Callable[..., Run], tiny_target: Target) -> None:
+    run = new_run(codec="bf16", extras=["last_hidden", "top_k"], top_k=4)
+    extract(run)
+    cache = Cache.open(run)
+    assert read_manifest(Layout.of(run).cache_part(0), "cache")["counts"]["teacher"] == cache.rows.teacher.sum() > 0
+    for row in (0, 5, 11):
+        ids, supervised = cache.tokens(row)
+        count = int(cache.rows.teacher[row])
+        out = {name: np.zeros((count, *spec.shape), spec.dtype) for name, spec in cache.teacher_specs.items()}
+        assert cache.read_teacher(row, out, 0) == count == supervised[1:].sum()
+        taught = np.flatnonzero(supervised[1:])
+        ids_T = torch.from_numpy(ids.astype(np.int64))[None]
+        last = tiny_target.last_hidden(ids_T)[0, taught]
+        kept = torch.from_numpy(out["last_hidden"]).view(torch.bfloat16).float()
+        torch.testing.assert_close(kept, last, rtol=1e-2, atol=1e-2)
+        best = tiny_target.logits(ids_T)[0, taught].log_softmax(-1).topk(4)
+        assert np.array_equal(out["top_k_ids"][:, 0], best.indices[:, 0].numpy())
+        torch.testing.assert_close(torch.from_numpy(out["top_k_logprobs"]).float(), best.values, rtol=2e-3, atol=2e-3)
+
+
+def test_kill_at_twenty_points_leaves_the_same_bytes(new_run: Callable[..., Run]) -> None:
+    run = new_run(rows=12, window_bytes=250_000, shard_bytes=150_000)
+    count = calls(run)
+    wanted = tree(run)
+    assert len(shards(run)) == 4
+    children, rng, killed = Children(), random.Random(0), 0
+    while killed < 20:
+        shutil.rmtree(Layout.of(run).cache)
+        points = []
+        while killed < 20 and len(points) < 4:  # killed, resumed, killed again, ...
+            points.append(rng.randint(1, count // (len(points) + 1)))
+            if children.run(run, die_at=points[-1], half=bool(points[-1] % 2)) == 0:
+                break
+            killed += 1
+        assert children.run(run) == 0
+        assert damage(Layout.of(run), 0) == []
+        assert tree(run) == wanted, f"killed before calls {points} of {count}"
+
+
+def test_resume_keeps_finished_shards(new_run: Callable[..., Run]) -> None:
+    run = new_run()
+    stops = 0
+
+    def stop() -> None:
+        nonlocal stops
+        stops += 1
+        if stops == 6:
+            raise Stopped("enough")
+
+    with pytest.raises(Stopped):
+        extract(run, stop=stop)
+    before = {path: path.stat().st_mtime_ns for path in shards(run)}
+    assert before
+    extract(run)
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert len(shards(run)) > len(before)
+
+
+def test_a_lost_manifest_means_again_after_done_and_onwards_while_running(new_run: Callable[..., Run]) -> None:
+    run = new_run()
+    extract(run)
+    layout = Layout.of(run)
+    wanted = tree(run)
+    first = shards(run)[0].stat().st_mtime_ns
+    layout.cache_part(0).unlink()  # as Snakemake does for `-R extract`
+    extract(run)
+    assert shards(run)[0].stat().st_mtime_ns > first
+    again = shards(run)[0].stat().st_mtime_ns
+    layout.cache_part(0).unlink()  # as Snakemake does before a retry, the kill having hit before `done`
+    (layout.cache / "part-0000" / "state.json").write_text('{"status": "running"}')
+    extract(run)
+    assert shards(run)[0].stat().st_mtime_ns == again
+    extract(run)
+    assert tree(run) == wanted
+
+
+@pytest.mark.parametrize("fault", ["truncated", "chunk gone", "metadata gone", "folder gone", "table gone"])
+def test_torn_files_are_written_again(new_run: Callable[..., Run], fault: str) -> None:
+    run = new_run()
+    extract(run)
+    wanted, shard = tree(run), shards(run)[1]
+    body = shard / "hidden" / "c" / "0" / "0" / "0"
+    match fault:
+        case "truncated":
+            body.write_bytes(body.read_bytes()[:-100])
+        case "chunk gone":
+            body.unlink()
+        case "metadata gone":
+            (shard / "hidden" / "zarr.json").unlink()
+        case "folder gone":
+            shutil.rmtree(shard)
+        case "table gone":
+            (shard.parent / "rows.parquet").unlink()
+    assert damage(Layout.of(run), 0, fast=True)
+    kept = shards(run)[0].stat().st_mtime_ns
+    extract(run)
+    assert tree(run) == wanted
+    assert shards(run)[0].stat().st_mtime_ns == kept
+
+
+def test_full_disk_stops_cleanly_and_resumes(new_run: Callable[..., Run]) -> None:
+    run = new_run(shard_bytes=200_000)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for most, name in ((60_000, "head.safetensors"), (170_000, r"shard-\d+\.zarr")):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+        try:
+            with pytest.raises(Failure, match=rf"{name}: cannot write"):
+                extract(run)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert not Layout.of(run).cache_part(0).exists()
+    extract(run)
+    assert damage(Layout.of(run), 0) == []
+
+
+def test_a_disk_too_small_is_refused_unless_forced(
+    new_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1000, 0, 1000))
+    with pytest.raises(Failure, match=r"part 0 needs .* KiB, the disk has .*--force"):
+        extract(run)
+    extract(run, force=True)
+
+
+def test_two_extracts_of_one_part_never_mix(new_run: Callable[..., Run]) -> None:
+    run = new_run(rows=40)
+    extract(run)
+    wanted = tree(run)
+    shutil.rmtree(Layout.of(run).cache)
+    children = Children()
+    both = [children.start(run) for _ in range(2)]
+    for child in both:
+        child.join(60)
+    assert 0 in [child.exitcode for child in both]
+    assert tree(run) == wanted
+
+
+def test_changed_settings_make_the_part_again_and_leave_nothing_old(new_run: Callable[..., Run]) -> None:
+    run = new_run(codec="float32")
+    extract(run)
+    count = len(shards(run))
+    smaller = new_run(codec="fp8")
+    with pytest.raises(BadInput, match=r"extract\.codec = 'float32', this run wants 'fp8'"):
+        Cache.open(smaller)
+    extract(smaller)
+    assert len(shards(smaller)) < count
+    assert damage(Layout.of(smaller), 0) == []
+    Cache.open(smaller)
+
+
+def test_new_rows_make_the_part_again(new_run: Callable[..., Run]) -> None:
+    extract(new_run())
+    run = new_run(salt="new-")
+    extract(run)
+    cache = Cache.open(run)
+    assert all(cache.row_id(row).startswith("row-new-") for row in range(len(cache)))
+
+
+@pytest.mark.parametrize(("value", "what"), [(float("nan"), "not finite"), (0.0, "zero")])
+def test_broken_states_are_refused_by_row(
+    new_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, value: float, what: str
+) -> None:
+    run = new_run()
+    broken = load_target(run, "cpu")
+    broken.model.model.layers[3].register_forward_hook(lambda module, given, output: output * value)
+    monkeypatch.setattr("pipeline.target.load_target", lambda run, device: broken)
+    monkeypatch.setattr(Part, "_on_policy", lambda self: {})
+    monkeypatch.setattr("stages.extract.publish_head", lambda *arguments: None)
+    with pytest.raises(Failure, match=rf"shard-0000\d\.zarr: row row-\d+: its state at position \d+, tap 2 is {what}"):
+        extract(run)
+    assert not shards(run)
+
+
+def test_batches_hold_every_row_once_within_the_budget() -> None:
+    rng = np.random.default_rng(0)
+    lengths = [*rng.integers(1, 600, 300).tolist(), 0, 5000]
+    found = batches(lengths, 2048)
+    assert sorted(np.concatenate(found).tolist()) == [i for i, length in enumerate(lengths) if length]
+    for rows in found:
+        longest = max(lengths[row] for row in rows)
+        assert len(rows) * padded(longest) <= 2048 or len(rows) == 1
+    total = sum(len(rows) * padded(max(lengths[row] for row in rows)) for rows in found)
+    assert total <= 1.1 * sum(lengths)
+
+
+def test_waiting_for_the_disk_is_measured(
+    new_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = new_run()
+    put = ShardWriter.put
+    monkeypatch.setattr(ShardWriter, "put", lambda *arguments: (time.sleep(0.05), put(*arguments))[1])
+    extract(run)
+    line = next(line for line in capfd.readouterr().err.splitlines() if "batch shapes" in line)
+    assert int(line.split("waiting for disk: ")[1].split(" %")[0]) > 3
+
+
+@pytest.mark.gpu
+def test_compiled_extraction_agrees_and_compiles_no_more_after_warm_up(new_run: Callable[..., Run]) -> None:
+    run = new_run(codec="bf16")
+    target = load_target(run, "cuda:0", torch.float32)
+    from data.codec import make_codec
+
+    codec = make_codec("bf16", 3, target.width)
+    encoder = Encoder(target, (1, 2, 3), codec, Teacher(), compiled=True)
+    warm = compilations()
+    for rows, length in ((2, 64), (5, 96), (1, 128), (7, 48)):
+        ids = torch.randint(0, 200, (rows, length), device="cuda")
+        kept = torch.arange(rows * length, device="cuda")
+        states = codec.to("cuda").decode(encoder(ids, kept, kept[:0])).float()
+        plain = target.tap(ids, (1, 2, 3)).flatten(0, 1)
+        torch.testing.assert_close(states, plain, rtol=1e-2, atol=1e-2)
+    assert compilations() == warm
+    encoder.close()
+
+
+def test_an_extraction_given_up_leaves_nothing_half_written(new_run: Callable[..., Run]) -> None:
+    run = new_run()
+
+    def stop() -> None:
+        raise Stopped("at once")
+
+    with pytest.raises(Stopped):
+        extract(run, stop=stop)
+    assert not Layout.of(run).cache_part(0).exists()
+    assert not list((Layout.of(run).cache / "part-0000").glob(".shard-*.tmp"))

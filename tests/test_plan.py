@@ -1,0 +1,77 @@
+"""Plan: what it says beforehand is what comes out."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+import stages.cli as cli
+from data.layout import Layout
+from data.manifest import read_manifest
+from data.settings import Run, load_run
+from pipeline.forecast import Model, cache_bytes, drafter_parameters
+from stages.plan import amounts_of, lines
+from tests.extracting import extract, write_token_parts
+
+
+def test_forecast_bytes_are_the_cache_s_bytes(make_run: Callable[..., Run], tmp_path: Path) -> None:
+    run = make_run("planned", extract={"parts": 1, "codec": "fp8", "tokens_per_batch": 512})
+    write_token_parts(run, rows=60)
+    amounts = amounts_of(run)
+    extract(run)
+    counts = read_manifest(Layout.of(run).cache_part(0), "cache")["counts"]
+    assert amounts.from_tokens
+    assert (amounts.rows, amounts.tokens, amounts.states) == (60, counts["tokens"], counts["states"])
+    from stages.plan import config_of
+
+    forecast = cache_bytes(amounts, Model.of(run, config_of(run)), "fp8", run)
+    assert abs(forecast - counts["bytes"]) < 0.1 * counts["bytes"]
+
+
+def test_plan_before_anything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny_root: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    one = {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes, hello there"}]}
+    rows.write_text("".join(json.dumps(one) + "\n" for _ in range(50)))
+    body = {
+        "name": "p",
+        "root": str(tiny_root),
+        "target": {"model": "tiny:2"},
+        "data": {"train": [{"path": str(rows)}]},
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(body))
+    assert cli.exit_code(["plan", str(tmp_path / "run.yaml")]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"^rows +50 \(estimated", text, re.M)
+    for word in ("fp8", "<- this run", "checkpoints", "free in", "pinned host memory", "hours     extract"):
+        assert word in text
+    assert not (tiny_root / "p").exists()
+
+
+def test_sizes_of_the_published_recipe(tmp_path: Path) -> None:
+    run = load_run("data/recipes/qwen3-8b.yaml")
+    config = AutoConfig.for_model(
+        "qwen3",
+        hidden_size=4096,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        intermediate_size=12288,
+        vocab_size=151936,
+        tie_word_embeddings=False,
+    )
+    model = Model.of(run, config)
+    assert model.taps == (1, 9, 17, 25, 33)
+    assert model.parameters == pytest.approx(8.19e9, rel=0.01)
+    assert model.tapped_parameters == pytest.approx(34 / 36 * model.layer_parameters, rel=1e-3)
+    assert drafter_parameters(model, run.drafters["base"]) == pytest.approx(1.05e9, rel=0.01)
+    from pipeline.forecast import Amounts
+
+    amounts = Amounts(1000, 1_000_000, 990_000, 300_000, 700_000, 2048, True)
+    assert cache_bytes(amounts, model, "fp8", run) == pytest.approx(20_500 * 990_000, rel=0.01)
+    assert any("NOT enough" in line or "enough" in line for line in lines(run, model, amounts, []))

@@ -136,7 +136,7 @@ class Trainer:
         return {name: (spec.shape, spec.dtype) for name, spec in self.cache.teacher_specs.items()}
 
     def _warm_start(self, drafter: Drafter, source: str) -> None:
-        config, tensors = read_checkpoint(source)
+        config, tensors = read_checkpoint(source, self.config.num_target_layers)
         theirs, ours = list(config.target_layer_ids), list(self.config.target_layer_ids)
         if theirs != ours:
             raise BadInput(f"train.warm_start: {source} reads layers {theirs}, drafter `{self.name}` reads {ours}")

@@ -189,7 +189,7 @@ def load_subject(
     if plan.trained is not None:
         drafter = load_drafter(path, target.device, target.dtype)
     else:
-        config, tensors = read_checkpoint(str(path))
+        config, tensors = read_checkpoint(str(path), target.layers)
         drafter = Drafter(config)
         drafter.load_state_dict(tensors, strict=True)
         drafter = drafter.to(target.device, target.dtype).eval().requires_grad_(False)

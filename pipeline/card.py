@@ -8,6 +8,14 @@ from typing import Any
 from pipeline.drafter import DrafterConfig
 from pipeline.interchange_config import FULL, SLIDING, Form, TargetInfo
 
+FLOAT8 = "float8"
+"""How `stored` begins for a quantised export."""
+FLOAT8_NOTE = (
+    "Float8 weights are in the `compressed-tensors` form. Through transformers (dflash, specforge) they were run and "
+    "agree with the trainer's own float8 arithmetic bit for bit. For vLLM 0.33.0 and SGLang 0.5.23 the support was "
+    "read in their source, not run; vLLM 0.26 is reported to fail at start with such drafters (its issue 51581)."
+)
+
 
 def serving_lines(config: DrafterConfig, target: TargetInfo, export: str, form: Form = "union") -> dict[str, str]:
     """The exact command of each engine that reads this form, by the engine's name.
@@ -50,6 +58,7 @@ def write_card(
         "text is the target's own. Embedding and LM head are the target's and are not in this file.",
         "## Serving",
         _serving(config, target, export, form),
+        *([FLOAT8_NOTE] if stored.startswith(FLOAT8) else []),
         "## Acceptance",
         _acceptance(facts, list(evaluations)),
         "## How it was made",

@@ -42,6 +42,10 @@ class TargetHead:
             logits = logits * self.logit_multiplier
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
+    def scales(self) -> dict[str, float | None]:
+        """The numbers beside the tensors, by name."""
+        return {name: getattr(self, name) for name in ("embedding_scale", "logit_multiplier", "softcap")}
+
     def to(self, device: torch.device | str, dtype: torch.dtype) -> TargetHead:
         embedding = self.embedding.to(device, dtype)
         tied = self.lm_head.data_ptr() == self.embedding.data_ptr()
@@ -58,12 +62,7 @@ def save_head(head: TargetHead, path: Path) -> None:
         tensors["lm_head"] = head.lm_head.contiguous()
     if head.bias is not None:
         tensors["bias"] = head.bias.contiguous()
-    scales = {
-        "embedding_scale": head.embedding_scale,
-        "logit_multiplier": head.logit_multiplier,
-        "softcap": head.softcap,
-    }
-    save_file(tensors, path, metadata={"scales": json.dumps(scales)})
+    save_file(tensors, path, metadata={"scales": json.dumps(head.scales())})
 
 
 def load_head(path: Path) -> TargetHead:

@@ -374,6 +374,7 @@ class Trainer:
             "settings": json.loads(shaping(self.run, "train", self.name)),
             "config": self.config.record(),
             "mask_token": {"id": self.config.mask_token_id, "reason": self.mask_reason},
+            "head": self.head.scales(),
             "target": self.cache.manifest["target"],
             "template": self.cache.manifest["template"],
             "codec": self.cache.manifest["codec"],

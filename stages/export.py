@@ -84,7 +84,7 @@ def export(run: Run, name: str, request: Request) -> Path:
     """Write one drafter's folder and print how to serve it."""
     from safetensors.torch import load_file
 
-    from pipeline.card import serving_lines, write_card
+    from pipeline.card import FLOAT8, serving_lines, write_card
     from pipeline.checkpoint import WEIGHTS, choose, load_config
     from pipeline.console import say
     from pipeline.interchange import write_union
@@ -95,11 +95,11 @@ def export(run: Run, name: str, request: Request) -> Path:
     config = load_config(chosen.path)
     remedy = "the checkpoint and train.json belong to different trainings: run `draftmill train` again"
     require_equal(chosen.path, config.record(), trained["config"], remedy)
-    target = target_info(run)
+    target = target_info(run, trained["head"])
     folder = request.to or layout.export(name)
     evaluations = list(_evaluations(layout, name))
     served = request.push or str(folder)
-    stored = f"float8 (compressed-tensors), the rest {request.dtype}" if request.quantize else request.dtype
+    stored = f"{FLOAT8} (compressed-tensors), the rest {request.dtype}" if request.quantize else request.dtype
     facts = _facts(trained, chosen.step, chosen.acceptance)
     write_union(
         folder,
@@ -118,26 +118,21 @@ def export(run: Run, name: str, request: Request) -> Path:
     return folder
 
 
-def target_info(run: Run) -> TargetInfo:
-    """What an export says of the run's target. The scales were measured when the cache was made."""
-    from data.cache import cache_layout
-    from pipeline.head import load_head
+def target_info(run: Run, scales: Mapping[str, Any]) -> TargetInfo:
+    """What an export says of the run's target. `scales` of its head stand in train.json: the cache may be gone."""
     from pipeline.interchange_config import TargetInfo
     from pipeline.target import load_config, resolve_target
 
     folder, config = resolve_target(run), load_config(run)
     architectures = read_json(folder / "config.json", "the target has no config.json").get("architectures") or []
-    head = load_head(cache_layout(run).head)
     return TargetInfo(
         name=run.target.model if folder.parent.name == "snapshots" else str(folder.resolve()),
         architecture=architectures[0] if architectures else "",
         num_layers=config.num_hidden_layers,
         width=config.hidden_size,
-        vocab_size=head.embedding.shape[0],
+        vocab_size=config.vocab_size,
         max_position_embeddings=config.max_position_embeddings,
-        embedding_scale=head.embedding_scale,
-        logit_multiplier=head.logit_multiplier,
-        softcap=head.softcap,
+        **scales,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,19 @@ import pytest
 import torch
 import yaml
 from click.testing import CliRunner, Result
+from huggingface_hub import HfApi
 
 from data.cache import cache_layout
 from data.errors import BadInput, Failure
 from data.layout import Layout
 from data.manifest import publish
 from data.settings import Run
+from pipeline.card import FLOAT8, serving_lines, write_card
 from pipeline.checkpoint import CheckpointWriter
 from pipeline.drafter import Drafter, DrafterConfig, initialise
 from pipeline.head import save_head
 from pipeline.interchange import open_checkpoint
+from pipeline.interchange_config import TargetInfo
 from pipeline.target import Target
 from stages import export, import_
 
@@ -70,6 +74,7 @@ def trained(make_run: Callable[..., Run], tiny_root: Path, tiny_target: Target, 
         "settings": {"train": {"learning_rate": 6e-4, "epochs": 6, "loss": {"kind": "cross_entropy"}}},
         "config": config.record(),
         "mask_token": {"id": config.mask_token_id, "reason": "a spare row"},
+        "head": {"embedding_scale": 1.0, "logit_multiplier": 1.0, "softcap": None},
         "target": {},
         "template": {},
         "codec": {},
@@ -101,6 +106,11 @@ def test_the_best_checkpoint_is_written_with_card_and_provenance(trained: Traine
     assert f"--speculative-draft-model-path {folder}" in card
     assert "validation walk): 2.50" in card
     assert card.startswith("---\nlicense:  #")
+
+
+def test_the_cache_may_be_gone(trained: Trained) -> None:
+    shutil.rmtree(cache_layout(trained[1]).cache)
+    assert call(export.command, trained[0]).exception is None
 
 
 def test_the_chosen_step_form_and_numbers_are_written(trained: Trained, tmp_path: Path) -> None:
@@ -151,6 +161,18 @@ def test_check_prints_a_table_and_asks_transformers(trained: Trained) -> None:
     assert {"consumer", "dflash", "vllm", "sglang", "specforge", "speculators"} <= set(lines)
 
 
+def test_the_folder_goes_up_whole_and_the_card_names_the_repository(trained: Trained, monkeypatch: Any) -> None:
+    uploads: list[dict[str, Any]] = []
+    monkeypatch.setattr(HfApi, "create_repo", lambda self, name, **options: uploads.append({"name": name, **options}))
+    monkeypatch.setattr(HfApi, "upload_folder", lambda self, **options: uploads.append(options))
+    options = ("--drafter", "base", "--push-to-hub", "me/my-drafter", "--private")
+    assert call(export.command, trained[0], *options).exception is None
+    folder = Layout.of(trained[1]).export("base")
+    assert uploads[0] == {"name": "me/my-drafter", "private": True, "exist_ok": True}
+    assert (uploads[1]["repo_id"], uploads[1]["folder_path"]) == ("me/my-drafter", folder)
+    assert "--speculative-draft-model-path me/my-drafter" in (folder / "README.md").read_text()
+
+
 def test_without_a_login_the_upload_fails_in_one_line(trained: Trained) -> None:
     failed = call(export.command, trained[0], "--drafter", "base", "--push-to-hub", "me/my-drafter")
     assert isinstance(failed.exception, Failure)
@@ -175,3 +197,15 @@ def test_import_asks_for_the_target_that_a_checkpoint_does_not_name(trained: Tra
     target = Layout.of(trained[1]).targets / "tiny-2"
     assert call(import_.command, tmp_path / "zlab", "--to", tmp_path / "own", "--target", target).exception is None
     assert open_checkpoint(tmp_path / "own").target.name == str(target)
+
+
+def test_the_card_says_what_mixed_layers_and_float8_need(tiny_target: Target) -> None:
+    kinds = ("sliding_attention", "full_attention")
+    config = drafter_config(tiny_target, layer_types=kinds, sliding_window=64)
+    info = TargetInfo("owner/target", "LlamaForCausalLM", 6, config.hidden_size, config.vocab_size, 4096)
+    lines = serving_lines(config, info, "me/drafter")
+    assert lines["vLLM"].startswith("VLLM_USE_V2_MODEL_RUNNER=1 vllm serve owner/target")
+    assert list(serving_lines(config, info, "me/drafter", "speculators")) == ["vLLM"]
+    card = write_card("base", config, info, "me/drafter", "union", FLOAT8, {}, [])
+    assert "base_model: owner/target" in card
+    assert "vLLM 0.33.0" in card

@@ -140,6 +140,7 @@ class Target:
         self.width: int = self.config.hidden_size
         self.vocab: int = model.get_input_embeddings().weight.shape[0]
         self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype
+        self._head: TargetHead | None = None
 
     def decoder_layers(self) -> nn.ModuleList:
         return self.stack.get_submodule(self.layers_name)
@@ -161,17 +162,20 @@ class Target:
         return self.stack(input_ids=input_ids.to(self.device), use_cache=False).last_hidden_state
 
     def head(self) -> TargetHead:
-        """Embedding and LM head, with the scales and the soft-cap that this model applies, measured on a few tokens.
+        """Embedding and LM head, with the scales and soft-cap that this model applies (measured once, on a few tokens).
 
         Raises BadInput when the embedding is not a scaled look-up or the head is not a linear map.
         """
+        if self._head is not None:
+            return self._head
         embedding, lm_head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
         if not isinstance(lm_head, nn.Linear) or type(lm_head).forward is not nn.Linear.forward:
             raise BadInput(f"target: its LM head is a {type(lm_head).__name__}, not a linear map: not supported")
         weight = embedding.weight.data
         tied = lm_head.weight.data_ptr() == weight.data_ptr()
         bias = None if lm_head.bias is None else lm_head.bias.data
-        return _measured(self, TargetHead(weight, weight if tied else lm_head.weight.data, bias))
+        self._head = _measured(self, TargetHead(weight, weight if tied else lm_head.weight.data, bias))
+        return self._head
 
 
 class Taps:

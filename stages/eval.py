@@ -112,7 +112,7 @@ def read_benchmarks(run: Run, request: Request) -> dict[str, list[BenchmarkPromp
 
 def planned(run: Run, request: Request) -> Iterator[Plan]:
     """What is to be measured; lacking checkpoints are said here, before the device is taken."""
-    from pipeline.checkpoint import choose
+    from pipeline.checkpoint import choose, load_config
 
     if request.drafter_path is not None:
         name = path_name(request.drafter_path)
@@ -122,6 +122,10 @@ def planned(run: Run, request: Request) -> Iterator[Plan]:
     for drafter in request.drafters:
         trained = read_manifest(layout.train_manifest(drafter), "drafter")
         chosen = choose(layout.checkpoints(drafter), request.checkpoint or run.eval.checkpoints)
+        for info in chosen:
+            trained_block = load_config(info.path).block_size
+            if request.block_size is not None and request.block_size > trained_block:
+                raise BadInput(f"block size {request.block_size} is not between 2 and the drafter's {trained_block}")
         yield Plan(
             drafter + request.suffix,
             tuple((info.path.name, info.path) for info in chosen),
@@ -150,6 +154,9 @@ def evaluate(
         "target": target_record(run),
         "template": template_record(target.tokenizer, dict(run.data.template_arguments)),
     }
+    most = getattr(target.config, "max_position_embeddings", None)
+    if most is not None and evaluation.capacity > most:
+        say(f"warning: prompts and answers may reach {evaluation.capacity} tokens, the target was made for {most}")
     for plan in plans:
         folder = Folder(run, plan, request, benchmarks)
         warnings = folder.differences(facts)

@@ -141,7 +141,7 @@ class Data(Section):
     """Fail when a larger share of rows than this is dropped."""
 
 
-Codec = Literal["float32", "bf16", "fp8", "int8-outlier", "int6-static", "int5-static", "int4-static"]
+Codec = Literal["float32", "bf16", "fp8", "int8-outlier", "klt6", "klt5", "klt4"]
 
 
 class Extract(Section):

@@ -410,9 +410,9 @@ def on_policy(target: Target, works: Sequence[Work]) -> tuple[int, int]:
 
 
 def state_sample(target: Target, layer_ids: Sequence[int], works: Sequence[Work]) -> Tensor:
-    """States [N, K, H] on the CPU, float32, of each row on its own: what fitted codecs are fitted to."""
+    """States [N, K, H] on the CPU, of each row on its own: what fitted codecs are fitted to."""
     taken = []
     for work in works:
         ids = torch.from_numpy(np.asarray(work.row.token_ids[: work.run], np.int64))
-        taken.append(target.tap(ids[None], layer_ids)[0, : work.row.states].float().cpu())
+        taken.append(target.tap(ids[None], layer_ids)[0, : work.row.states].cpu())
     return torch.cat(taken)

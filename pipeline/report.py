@@ -213,12 +213,9 @@ def _cache(run: Run, missing: _Missing) -> CacheFacts | None:
 
 def codec_sizes(layers: int, width: int) -> dict[str, int]:
     """Stored bytes of one position by codec."""
-    import torch
+    from data.codec import CODECS
 
-    from data.codec import CODECS, make_codec
-
-    sample = torch.linspace(-1, 1, 16 * layers * width).view(16, layers, width)
-    return {name: make_codec(name, layers, width, sample).bytes_per_state() for name in CODECS}
+    return {name: kind(layers, width).bytes_per_state() for name, kind in CODECS.items()}
 
 
 def stage_times(run: Run) -> Iterator[StageTime]:

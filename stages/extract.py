@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from pipeline.target import Target
     from pipeline.windows import Window, Work
 
-SAMPLE_STATES = 8192
-"""States that a fitted codec is fitted to."""
 POLICY_ROWS = 256
 """Rows, over all parts, whose supervised tokens are compared with the target's own argmax; at most 1 of 8."""
 
@@ -201,13 +199,15 @@ class Part:
         return shared_codec(self.layout, identity, lambda: make_codec(name, layers, self.width, self._sample(target)))
 
     def _sample(self, target: Target) -> Any:
+        from data.codec import CODECS
         from pipeline.console import say
         from pipeline.extraction import state_sample
 
         first = min(part for part in range(self.run.extract.parts) if self.layout.tokens(part).exists())
         works: list[Work] = []
+        wanted = CODECS[self.run.extract.codec].sample_states(self.width)
         for work in self._works(first):
-            if sum(each.row.states for each in works) >= SAMPLE_STATES:
+            if sum(each.row.states for each in works) >= wanted:
                 break
             if work.row.states:
                 works.append(work)

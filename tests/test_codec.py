@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from data.codec import CODECS, codec_from_record, make_codec
+from data.errors import BadInput
+from data.klt import GROUP, pack, unpack
 
 LAYERS, WIDTH, STATES = 3, 64, 96
 
@@ -66,9 +68,10 @@ class TestContract:
 
     def test_states_do_not_touch_each_other(self, codec):
         states = residual_stream()
-        alone = codec.encode(states[10:11])
-        for name, array in codec.encode(states).items():
-            assert torch.equal(array[10:11].int(), alone[name].int()), name
+        loud = states.clone()
+        loud[11:] *= 1000
+        first, second = (codec.decode(codec.encode(each))[:11] for each in (states, loud))
+        assert torch.equal(first, second)
 
     def test_no_states_at_all(self, codec):
         arrays = codec.encode(residual_stream()[:0])
@@ -153,6 +156,63 @@ def test_tables_of_another_codec_are_refused():
     other = {"channels": one.tables["channels"] + 1}
     with pytest.raises(ValueError, match="do not fit"):
         codec_from_record(one.record(), other)
+
+
+class TestKlt:
+    @pytest.mark.parametrize(("name", "limit"), [("klt6", 6.25), ("klt5", 4.8), ("klt4", 3.8)])
+    @pytest.mark.parametrize("width", [576, 1024, 4096])
+    def test_bits_a_value_stay_under_the_bar(self, name, limit, width):
+        assert limit - 0.1 < CODECS[name](5, width).bits_per_value() <= limit
+
+    @pytest.mark.parametrize("bits", range(1, 9))
+    def test_packing_takes_its_bits_and_loses_half_a_step(self, bits):
+        unit = torch.linspace(-1, 1, 2 * 3 * 4 * GROUP).view(2, 3, 4, GROUP)
+        packed = pack(unit, bits)
+        assert packed.shape == (2, 3, 4 * GROUP * bits // 8)
+        assert (unpack(packed, bits) - unit).abs().max() <= 2.0**-bits + 1e-6
+
+    @pytest.mark.parametrize("bits", range(1, 9))
+    def test_every_code_comes_back(self, bits):
+        codes = torch.randint(0, 2**bits, (2, 3, 4, GROUP))
+        unit = (codes + 0.5) * 2.0 ** (1 - bits) - 1
+        assert torch.equal(unpack(pack(unit, bits), bits), unit)
+
+    def test_more_bits_lose_less(self):
+        states, sample = residual_stream(width=256), residual_stream(4096, width=256, seed=1)
+        codecs = [make_codec(name, LAYERS, 256, sample) for name in ("klt4", "klt5", "klt6")]
+        errors = [relative_error(c.decode(c.encode(states)), states).mean() for c in codecs]
+        assert errors[0] > 1.5 * errors[1] > 3 * errors[2]
+
+    def test_correlated_channels_cost_less(self):
+        """The same bits leave less error where the sample shows what channels share."""
+        random = torch.Generator().manual_seed(3)
+        mix = torch.randn(16, 256, generator=random)
+
+        def correlated(count):
+            common = torch.randn(count, 1, 16, generator=random) @ mix
+            return (common + 0.3 * torch.randn(count, 1, 256, generator=random)).bfloat16()
+
+        states, sample = correlated(64), correlated(4096)
+        blind = make_codec("klt5", 1, 256, torch.randn(4096, 1, 256, generator=random))
+        fitted = make_codec("klt5", 1, 256, sample)
+        lost = [relative_error(c.decode(c.encode(states)), states).mean() for c in (fitted, blind)]
+        assert lost[0] < 0.6 * lost[1]
+
+    def test_states_unlike_the_sample_keep_a_bounded_error(self):
+        """Scales belong to each token: a poor fit costs bits, it never clips."""
+        codec = make_codec("klt5", LAYERS, WIDTH, residual_stream(512, seed=1))
+        strange = torch.randn(64, LAYERS, WIDTH, generator=torch.Generator().manual_seed(5)) * 50
+        assert relative_error(codec.decode(codec.encode(strange)), strange).max() < 0.25
+
+    @pytest.mark.parametrize("states", [1, 2, 5, 40])
+    def test_a_sample_smaller_than_the_width_still_fits(self, states):
+        codec = make_codec("klt6", LAYERS, WIDTH, residual_stream(states))
+        got = codec.decode(codec.encode(residual_stream()))
+        assert relative_error(got, residual_stream()).max() < 0.3
+
+    def test_width_that_groups_do_not_divide_is_refused(self):
+        with pytest.raises(BadInput, match="width 32 divides, not 48"):
+            make_codec("klt5", 1, 48, torch.randn(8, 1, 48))
 
 
 def test_every_codec_has_a_setting():

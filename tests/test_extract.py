@@ -83,7 +83,7 @@ def test_head_is_the_target_s_and_the_same_from_any_part(new_run: Callable[..., 
     assert torch.equal(load_head(head).lm_head, tiny_target.model.lm_head.weight)
 
 
-@pytest.mark.parametrize("codec", ["bf16", "fp8", "int8-outlier"])
+@pytest.mark.parametrize("codec", ["bf16", "fp8", "int8-outlier", "klt6", "klt4"])
 def test_codecs_keep_states_within_their_error(new_run: Callable[..., Run], tiny_target: Target, codec: str) -> None:
     run = new_run(codec=codec)
     extract(run)

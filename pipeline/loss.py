@@ -23,8 +23,8 @@ from pipeline.batches import decay_weights
 from pipeline.head import TargetHead
 from pipeline.products import E4M3, E5M2, quantise, require_float8_sides, scaled_product
 
-CHUNK_LOGITS = 160 << 20
-"""Logits of one chunk (320 MiB in bf16): 1,100 rows of a vocabulary of 152k."""
+CHUNK_LOGITS = 200 << 20
+"""Logits of one chunk (400 MiB in bf16): 1,380 rows of a vocabulary of 152k."""
 
 
 def default_decay(block_size: int) -> float:

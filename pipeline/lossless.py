@@ -3,9 +3,9 @@
 A pass over a block and a pass over one token round differently, so that two tokens with nearly equal logits may change
 places. At a first difference both tokens' logits are computed again, from the text alone, in a wider format. In a
 float32 run a float64 gap up to 1e-4 is a tie. In a bf16 run the text is also run by transformers' own cache, once with
-a block last and once with one token last: a float32 gap no larger than what such passes are seen to differ by there,
-from each other or from float32, is a tie. After a tie, decoding goes on from the plain token and is compared further.
-Nothing of the engine that is judged takes part in the judgement.
+a block last and once with one token last: a float32 gap no larger than the largest difference that a logit shows
+there, from pass to pass or from a pass to float32, is a tie. After a tie, decoding goes on from the plain token and is
+compared further. Nothing of the engine that is judged takes part in the judgement.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ class Judge:
             one = self._logits(self.model, ids, seen, 1).float()
             block = self._logits(self.model, ids, seen, min(self.block_size, min(map(len, contexts)) - 1)).float()
             between = (one - block).abs().amax(1)
-            errors = [(logits - exact).gather(1, pick).abs() for logits in (one, block)]
-            allowed = torch.maximum(between, torch.maximum(*errors).sum(1))
+            errors = [(logits - exact).abs().amax(1) for logits in (one, block)]
+            allowed = torch.maximum(between, torch.maximum(*errors))
         return list(zip(gap.tolist(), allowed.tolist(), strict=True))
 
     def _logits(self, model: Any, ids: Tensor, seen: Tensor, last: int) -> Tensor:

@@ -116,3 +116,7 @@ def _unexpected(error: Exception) -> int:
         traceback.print_exception(error)
         return _fail(1, f"{type(error).__name__}: {error}")
     return _fail(1, f"{type(error).__name__}: {error} (traceback in {log})")
+
+
+if __name__ == "__main__":  # ranks are started as a module
+    sys.exit(main())

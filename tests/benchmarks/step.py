@@ -1,6 +1,7 @@
 """Time of one training step: forward, backward, clip, fp32-master optimizer, on random rows.
 
     python -m tests.benchmarks.step --shape 8b [--fp8] [--modes whole,compile,eager] [--against specforge]
+    torchrun --nproc-per-node 2 -m tests.benchmarks.step --shape 8b     # data-parallel, a batch a rank
 
 Prints one table: milliseconds a step on the device (median of `--steps`), milliseconds that the host is busy, TFLOP/s
 of the matrix products, peak memory, seconds to the first step. Needs a CUDA device; `--shape tiny` runs on a CPU.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from data.settings import Train
 from pipeline.batches import fill
@@ -121,7 +124,8 @@ def ours(name: str, mode: str, fp8: bool, steps: int, device: str) -> dict[str, 
     step, first = build(shape, mode, fp8, device)
     result = measure(step, steps, device)
     flops = step_flops(step.drafter.config, step.shape, 1)
-    who = f"draftmill {mode}{' fp8' if fp8 else ''}"
+    ranks = f", {step.world} ranks" if step.world > 1 else ""
+    who = f"draftmill {mode}{' fp8' if fp8 else ''}{ranks}"
     memory = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
     loss = float(step.take_sums()["loss"])
     return {"who": who, "shape": name, **result, "tflops": flops / result["ms"] / 1e9, "gib": memory, "first_s": first,
@@ -151,15 +155,23 @@ def main() -> None:
     parser.add_argument("--json", help="write the rows here too")
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     rows = []
     for mode in arguments.modes.split(","):
         for fp8 in (False, True) if arguments.fp8 else (False,):
             rows.append(ours(arguments.shape, mode, fp8, arguments.steps, device))
-            print(rows[-1], flush=True)
+            if int(os.environ.get("RANK", "0")) == 0:
+                print(rows[-1], flush=True)
     if arguments.against:
         from tests.benchmarks.specforge import measure_specforge
 
         rows += measure_specforge(arguments.shape, arguments.steps)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if int(os.environ.get("RANK", "0")) > 0:
+        return
     print(table(rows))
     if arguments.json:
         with open(arguments.json, "w") as file:

@@ -5,7 +5,8 @@
     benchmark, drafter, checkpoint, block_size, trained_block_size, definition
     ... everything of `pipeline.acceptance.summary`
     validation {acceptance, per_slot, gaps}     the training walk's numbers beside ours, or null
-    lossless {checked, exact, tie_count, tokens, ties [{prompt, position, plain, drafted, gap, allowed}]}   or null
+    lossless {checked, exact, tokens, tie_count, largest_gap, ties [{prompt, position, plain, drafted, gap, allowed}]}
+                                                or null when tokens are sampled
     speed [{batch_size, prompts, plain, drafted {seconds, tokens, steps, tokens_per_s}, speedup}]
     examples [{id, prompt, spans [{kind: first | accepted | bonus, block, text, ids}], blocks [{length, accepted}]}]
     record {template, target, prompt {id, text, ids}, versions, settings, sampling, device}

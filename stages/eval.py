@@ -298,7 +298,7 @@ def lines(body: Mapping[str, Any]) -> Iterator[str]:
     if verdict is not None:
         yield (
             f"  lossless: {verdict['exact']} of {verdict['checked']} answers equal plain decoding's token for token, "
-            f"{verdict['tie_count']} ties decided by rounding, nothing else"
+            f"{verdict['tie_count']} ties decided by rounding (largest gap {verdict['largest_gap']:.2g}), nothing else"
         )
     for text in body["warnings"]:
         yield f"  warning: {text}"

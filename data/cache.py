@@ -19,11 +19,13 @@ import numpy as np
 from data.codec import ArraySpec, Codec
 from data.errors import BadInput
 from data.layout import Layout, part_name
-from data.manifest import fingerprint, read_manifest, require_equal
+from data.manifest import fingerprint, read_manifest, require_equal, understood
 from data.part import COMMON, cache_settings, load_codec, read_rows
 from data.reader import ShardReader
 from data.settings import Run
 from data.store import Bucket, Folder, open_store
+
+AGAIN = "run `draftmill extract` again"
 
 MAPPED_SHARDS = 4096
 """Shards kept open at once; each takes a handful of memory maps, of which Linux allows 65,530 a process."""
@@ -71,6 +73,8 @@ class Cache:
         self.codec: Codec = load_codec(layout, self.manifest["codec"])
         self.layer_ids = tuple(self.manifest["layer_ids"])
         self.width: int = self.manifest["width"]
+        if (self.codec.layers, self.codec.width) != (len(self.layer_ids), self.width):
+            raise BadInput(f"{layout.cache}: codec and manifest differ in layers or width: {AGAIN}")
         self.vocab_size: int = self.manifest["vocab_size"]
         self.fingerprint = fingerprint([manifest["fingerprint"] for manifest in manifests])
         self.bytes = sum(manifest["counts"]["bytes"] for manifest in manifests)
@@ -92,11 +96,12 @@ class Cache:
         """
         layout = cache_layout(run)
         manifests = [read_manifest(layout.cache_part(part), "cache") for part in range(run.extract.parts)]
-        for part, manifest in enumerate(manifests):
-            check_settings(layout.cache_part(part), manifest, run)
-            first = {field: manifests[0][field] for field in COMMON}
-            require_equal(layout.cache_part(part), manifest, first, "parts must agree; run `draftmill extract` again")
-        return cls(layout, manifests, mapped)
+        with understood(layout.cache, AGAIN):
+            for part, manifest in enumerate(manifests):
+                check_settings(layout.cache_part(part), manifest, run)
+                first = {field: manifests[0][field] for field in COMMON}
+                require_equal(layout.cache_part(part), manifest, first, f"parts must agree; {AGAIN}")
+            return cls(layout, manifests, mapped)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -136,8 +141,9 @@ class Cache:
     def _read(self, row: int, out: Mapping[str, np.ndarray], at: int, start: int, count: int) -> int:
         if count:
             shard = self._shard(row)
-            for name, target in out.items():
-                shard.copy(name, start, start + count, target[at : at + count])
+            with understood(self.shards[self.rows.shard[row]].relative, AGAIN):
+                for name, target in out.items():
+                    shard.copy(name, start, start + count, target[at : at + count])
         return count
 
     def _shard(self, row: int) -> ShardReader:
@@ -151,6 +157,10 @@ class Cache:
 
     def _open_shard(self, number: int) -> ShardReader:
         shard = self.shards[number]
+        with understood(f"{self.layout.cache}/{shard.relative}", AGAIN):
+            return self._reader(shard)
+
+    def _reader(self, shard: _Shard) -> ShardReader:
         specs = {name: (spec, shard.counts["states"]) for name, spec in self.codec.arrays().items()}
         specs |= {name: (spec, shard.counts["teacher"]) for name, spec in self.teacher_specs.items()}
         return ShardReader(self.store, shard.relative, shard.files, specs, self._mapped)

@@ -120,6 +120,31 @@ def require_equal(path: Path, made: Mapping[str, Any], wanted: Mapping[str, Any]
             raise BadInput(f"{path}: made with {field} = {have!r}, this run wants {want!r}: {remedy}")
 
 
+MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError, RuntimeError, EOFError)
+"""What code meets when fields of a file are missing or of another form than we write."""
+
+
+class understood:  # noqa: N801 (used like a function)
+    """Around the reading of something that may be damaged: what it makes of our code becomes a refusal.
+
+        with understood(path, "run `draftmill extract` again"):
+            width = manifest["width"] + 1
+
+    Raises BadInput, with the cause attached.
+    """
+
+    def __init__(self, path: Path | str, remedy: str) -> None:
+        self.path, self.remedy = path, remedy
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, at: object) -> None:
+        if isinstance(error, MALFORMED):
+            what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            raise BadInput(f"{self.path}: damaged, or not one of ours ({what}): {self.remedy}") from error
+
+
 class State:
     """`state.json` beside a stage's work: *running*, or *done* (written after the manifest).
 

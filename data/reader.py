@@ -93,6 +93,8 @@ def _map(path: Path, dtype: np.dtype) -> np.ndarray:
 def _map_sharded(path: Path, spec: ArraySpec, count: int) -> np.ndarray:
     """An uncompressed Zarr shard as the array [count, *spec.shape] that it is, once its index says so."""
     body = _map(path, np.dtype("uint8"))
+    if not 0 < count * spec.nbytes <= len(body):
+        raise BadInput(f"{path}: {len(body)} bytes cannot hold {count} entries: run `draftmill extract` again")
     index = np.frombuffer(chunk_index(count, max(1, min(CHUNK, count)), spec.nbytes), np.uint8)
     if not np.array_equal(body[-len(index) :], index):
         raise BadInput(f"{path}: its chunk index is not that of a plain array: run `draftmill extract` again")

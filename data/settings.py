@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from data.errors import BadInput
 
@@ -22,6 +23,16 @@ FORMAT = 1
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[int, Field(gt=0)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+
+
+def _no_secret(url: str) -> str:
+    """A URL without a user or key in it: settings are copied into manifests, logs and reports."""
+    if "@" in url or "?" in url:
+        raise PydanticCustomError("secret", "a URL with a user, key or query in it; give keys by environment variables")
+    return url
+
+
+Url = Annotated[str, AfterValidator(_no_secret)]
 
 
 class Section(BaseModel):
@@ -80,7 +91,7 @@ class Source(Section):
 class Server(Section):
     """An OpenAI-compatible server that answers prompts."""
 
-    url: str
+    url: Url
     """Base URL, for example `http://localhost:8000/v1`."""
     model: str | None = None
     """Model name to ask for; null takes the first that the server lists."""
@@ -157,7 +168,7 @@ class Extract(Section):
     """Number format of stored states."""
     compressor: Literal["none", "zstd"] = "none"
     """Lossless compression of the stored bytes on the host."""
-    store: str | None = None
+    store: Url | None = None
     """`s3://bucket/prefix` for shards; null keeps them in the run's folder."""
     extras: tuple[Literal["last_hidden", "top_k"], ...] = ()
     """Teacher data for distillation: the post-norm last hidden state, or top-k log-probabilities."""
@@ -463,7 +474,7 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
     else:
         message = first["msg"].removeprefix("Value error, ")
         value = first["input"]
-        given = "" if isinstance(value, dict | list | BaseModel) else f" (got {value!r})"
+        given = "" if isinstance(value, dict | list | BaseModel) or first["type"] == "secret" else f" (got {value!r})"
         text = (f"`{where}`: " if where else "") + message + given
     more = len(problems) - 1
     return text + (f" (and {more} more)" if more else "")

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from data.errors import BadInput, Failure
-from data.manifest import crc32c, file_record, fsync_folder, read_json, write_json
+from data.manifest import crc32c, file_record, fsync_folder, read_json, understood, write_json
 from pipeline.console import say
 from pipeline.drafter import Drafter, DrafterConfig
 
@@ -103,7 +103,8 @@ def load_drafter(path: Path, device: str | torch.device, dtype: torch.dtype) -> 
 
     Raises BadInput when weights are missing, renamed or of other shapes.
     """
-    drafter = Drafter(load_config(path))
+    with understood(path, "the checkpoint is damaged; delete its folder"):
+        drafter = Drafter(load_config(path))
     load_weights(drafter, _tensors(path, WEIGHTS), path / WEIGHTS)
     return drafter.to(device=device, dtype=dtype).eval().requires_grad_(False)
 

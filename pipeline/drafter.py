@@ -69,8 +69,13 @@ class DrafterConfig:
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> DrafterConfig:
+        """From JSON. Raises ValueError for sizes that are not positive and for a drafter without taps."""
         lists = {name: tuple(record[name]) for name in ("target_layer_ids", "layer_types")}
-        return cls(**{**record, **lists})
+        config = cls(**{**record, **lists})
+        sizes = (config.hidden_size, config.intermediate_size, config.num_layers, config.head_dim, config.num_kv_heads)
+        if not lists["target_layer_ids"] or any(size < 1 for size in sizes):
+            raise ValueError(f"sizes {sizes}, taps {lists['target_layer_ids']}")
+        return config
 
 
 class RMSNorm(nn.Module):

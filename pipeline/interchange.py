@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from data.errors import BadInput
-from data.manifest import crc32c, file_record, fingerprint, fsync_folder, publish, read_json, read_manifest
+from data.manifest import crc32c, file_record, fingerprint, fsync_folder, publish, read_json, read_manifest, understood
 from pipeline.drafter import Drafter, DrafterConfig
 from pipeline.float8 import QUANTIZATION, SCALE, quantise, widen
 from pipeline.interchange_config import LAYER, Form, TargetInfo, write_config
@@ -111,6 +111,11 @@ def read_checkpoint(
 def open_checkpoint(folder_or_hub_id: str | Path, num_target_layers: int | None = None) -> Checkpoint:
     """Read and check a checkpoint folder, or download one from the hub first. Raises BadInput."""
     folder = _locate(folder_or_hub_id)
+    with understood(folder, "get the checkpoint again"):
+        return _open(folder, num_target_layers)
+
+
+def _open(folder: Path, num_target_layers: int | None) -> Checkpoint:
     raw = read_json(folder / CONFIG, "a DFlash checkpoint has a config.json beside its weights")
     where = str(folder / CONFIG)
     manifest = read_manifest(folder / MANIFEST, "export") if (folder / MANIFEST).exists() else None
@@ -209,10 +214,12 @@ def _check_manifest(folder: Path, raw: Mapping[str, Any], manifest: Mapping[str,
 
 
 def _check_union(raw: Mapping[str, Any], config: DrafterConfig, where: str) -> None:
-    """A union says everything twice: rebuild it from what was read and compare key by key."""
+    """A union says everything twice: rebuild it from what was read and compare key by key.
+
+    Keys may be missing: saving a union again through transformers or speculators drops some that are said elsewhere.
+    """
     want = write_config(config, target_from_config(raw, config), "union", raw.get("dtype", ""))
-    have = {key: value for key, value in raw.items() if key != "quantization_config"}
-    for line in differences(have, want):
+    for line in differences(raw, want, shared=True):
         raise BadInput(f"{where}: {line}")
 
 

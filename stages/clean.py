@@ -74,7 +74,7 @@ def _checkpoints(run: Run) -> Iterator[Doomed]:
         if not manifest.exists():
             continue
         body = read_json(manifest, "run `draftmill train` again")
-        kept = {f"step-{int(body[which]):06d}" for which in ("best_step", "last_step")}
+        kept = {f"step-{int(body[which]['step']):06d}" for which in ("best", "last")}
         for path in sorted(layout.checkpoints(name).glob("step-*")):
             if path.name not in kept:
                 yield Doomed(f"checkpoint of {name}", path, (path / "meta.json",))

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 Message = dict[str, Any]
@@ -99,31 +100,27 @@ class Conversation:
     response_ids: tuple[int, ...] | None = None
     finished: bool | None = None
 
-    def content(self) -> dict[str, Any]:
-        """All but the id, without empty fields."""
-        return {key: value for key, value in self.fields().items() if key != "row_id"}
+    @cached_property
+    def record(self) -> str:
+        """All but the id as canonical JSON, without empty fields."""
+        names = (field.name for field in fields(self) if field.name != "row_id")
+        body = {name: value for name in names if (value := getattr(self, name)) is not None and value != ()}
+        return json.dumps(body, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
 
-    def fields(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if value is not None and value != ()}
+    def digest(self) -> str:
+        """32 hex digits over the record: what a row without an id is called."""
+        return hashlib.sha256(self.record.encode()).hexdigest()[:32]
 
-    def prompt_messages(self) -> tuple[Message, ...]:
-        """Messages without the assistant's."""
-        return tuple(message for message in self.messages if message["role"] != "assistant")
-
-    def dumps(self) -> str:
-        return json.dumps(self.fields(), ensure_ascii=False, separators=(",", ":"))
+    def prompt(self) -> str:
+        """What is asked, as one text: equal for rows that ask the same. A row without messages is its own prompt."""
+        asked_for = [f"{turn['role']}\0{turn['content']}" for turn in self.messages if turn["role"] != "assistant"]
+        return "\0".join(asked_for) or self.record
 
     @classmethod
-    def loads(cls, text: str) -> Conversation:
-        """Inverse of `dumps`."""
-        body = json.loads(text)
-        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in body.items()})
-
-
-def digest(body: Any) -> str:
-    """32 hex digits over canonical JSON: what a row without an id is called, and how duplicates are found."""
-    text = json.dumps(body, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    def loads(cls, row_id: str, record: str) -> Conversation:
+        """Inverse of `record`."""
+        body = json.loads(record)
+        return cls(row_id, **{key: tuple(value) if isinstance(value, list) else value for key, value in body.items()})
 
 
 def detect(record: Mapping[str, Any]) -> str:
@@ -150,9 +147,9 @@ def normalise(record: Any, wanted: str = "auto") -> Conversation:
         raise Rejected(
             "wrong_format", f"format {name} needs {shape.needs}; fields: {', '.join(map(str, record))[:200]}"
         )
-    conversation = shape.read(record)
+    conversation = replace(shape.read(record), row_id=row_id(record), finished=finished(record))
     require_unicode(conversation)
-    return replace(conversation, row_id=row_id(record), finished=finished(record))
+    return conversation
 
 
 def row_id(record: Mapping[str, Any]) -> str | None:
@@ -174,7 +171,7 @@ def finished(record: Mapping[str, Any]) -> bool | None:
 def require_unicode(conversation: Conversation) -> None:
     """Refuse lone surrogates, which no tokenizer or file can hold."""
     try:
-        conversation.dumps().encode()
+        (conversation.record + (conversation.row_id or "")).encode()
     except UnicodeEncodeError as error:
         raise Rejected("not_utf8", str(error)[:200]) from None
 

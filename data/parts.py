@@ -26,7 +26,7 @@ PROMPTS = pa.schema(
         pa.field("source", pa.string(), nullable=False),
     ]
 )
-"""Normalised conversations. `record` is `Conversation.dumps`; `prompt_tokens` the length of the first prompt."""
+"""Normalised conversations. `record` is `Conversation.record`; `prompt_tokens` the length of the first prompt."""
 BUCKET_BYTES = 64 << 20
 """Rows of a part that are sorted in memory together."""
 
@@ -46,7 +46,7 @@ def read_prompts(path: Path) -> Iterator[Prompt]:
     """Conversations of a part in hash order."""
     for batch in read_batches(path, PROMPTS):
         for row in batch.to_pylist():
-            conversation = Conversation.loads(row["record"])
+            conversation = Conversation.loads(row["row_id"], row["record"])
             yield Prompt(row["row_id"], conversation, row["prompt_tokens"], row["validation"], row["source"])
 
 

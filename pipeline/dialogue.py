@@ -14,7 +14,8 @@ import numpy as np
 from data.conversations import Conversation, Rejected, asked
 from data.parts import Prompt
 from data.settings import Data
-from pipeline.template import Rendered, Template
+from pipeline.encoder import Rendered
+from pipeline.template import Template
 
 FINAL = "<|channel|>final<|message|>"
 """Where gpt-oss begins what the user sees."""

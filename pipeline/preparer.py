@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from data.conversations import Conversation, Rejected, asked, detect, digest, normalise, row_id, with_system
+from data.conversations import Conversation, Rejected, asked, detect, normalise, row_id, with_system
 from data.settings import Data
 from data.sources import Chunk, decode
 from data.tokens import stable_hash
-from pipeline.template import Rendered, Template, template_of
+from pipeline.encoder import Draft, Rendered
+from pipeline.template import Template, template_of
 
 
 @dataclass(frozen=True)
@@ -31,13 +33,16 @@ class Kept:
     prompt_tokens: int
     notes: tuple[str, ...]
 
-    def content_hash(self) -> int:
-        return stable_hash(digest(self.conversation.content()))
 
-    def prompt_hash(self) -> int:
-        """Equal for rows that ask the same; a row without messages is its own prompt."""
-        prompt = self.conversation.prompt_messages()
-        return stable_hash(digest(prompt)) if prompt else self.content_hash()
+@dataclass(frozen=True)
+class Pending:
+    """A row between rendering and encoding: its token rows, encoded or not, and what `Kept` will say of it."""
+
+    conversation: Conversation
+    format: str
+    drafts: tuple[Draft | Rendered, ...]
+    prompt_tokens: int | None
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -70,15 +75,22 @@ class Preparer:
 
     def chunk(self, chunk: Chunk, wanted: str = "auto") -> tuple[list[Kept], list[Dropped]]:
         """All rows of a chunk, each either kept or dropped. `wanted`: the source's format."""
-        kept, dropped = [], []
+        kept: list[Kept] = []
+        dropped: list[Dropped] = []
+        pending: list[tuple[str, Pending]] = []
         for at, raw in enumerate(chunk.rows, chunk.first):
-            record: Any = None
+            record, place = None, f"{chunk.name}:{at + 1}"
             try:
                 record = decode(raw)
-                kept.append(self.row(record, wanted))
+                pending.append((place, self.pending(record, wanted)))
             except Rejected as error:
-                place = f"{chunk.name}:{at + 1}"
                 dropped.append(Dropped(known_id(record) or place, place, error.reason, error.detail))
+        encoded = iter(self.encoded([draft for _, row in pending for draft in row.drafts]))
+        for place, row in pending:
+            try:
+                kept.append(self.kept(row, list(islice(encoded, len(row.drafts)))))
+            except Rejected as error:
+                dropped.append(Dropped(row.conversation.row_id or place, place, error.reason, error.detail))
         return kept, dropped
 
     def row(self, record: Any, wanted: str = "auto") -> Kept:
@@ -86,17 +98,54 @@ class Preparer:
 
         Raises Rejected.
         """
+        pending = self.pending(record, wanted)
+        return self.kept(pending, self.encoded(pending.drafts))
+
+    def pending(self, record: Any, wanted: str) -> Pending:
+        """A decoded row, rendered and not encoded yet.
+
+        Raises Rejected.
+        """
         own = normalise(record, wanted)
         conversation = with_system(own, self.settings.system_prompt)
-        if self.settings.responses == "regenerate":
-            pieces, prompt_tokens, notes = (), self.first_prompt(conversation), ()
-        else:
-            pieces, notes = self.answered(conversation)
-            prompt_tokens = int(np.argmax(pieces[0].supervised))
-        notes += self.contamination(conversation)
-        row_id = own.row_id if own.row_id is not None else digest(own.content())
         name = detect(record) if wanted == "auto" else wanted
-        return Kept(row_id, own.row_id is not None, own, name, tuple(pieces), prompt_tokens, notes)
+        notes = self.contamination(conversation)
+        if self.settings.responses == "regenerate":
+            return Pending(own, name, (), self.first_prompt(conversation), notes)
+        drafts, more = self.drafts(conversation)
+        return Pending(own, name, tuple(drafts), None, (*more, *notes))
+
+    def encoded(self, drafts: Sequence[Draft | Rendered]) -> list[Rendered | Rejected]:
+        """Drafts as rows, together; what is a row already stays."""
+        texts = [draft for draft in drafts if isinstance(draft, Draft)]
+        rows = iter(self.template.encoder.rendered(texts) if texts else ())
+        return [next(rows) if isinstance(draft, Draft) else draft for draft in drafts]
+
+    def kept(self, pending: Pending, rows: Sequence[Rendered | Rejected]) -> Kept:
+        """The row with those of its token rows that are usable.
+
+        Raises Rejected when it should have some and has none.
+        """
+        usable, problem = [], Rejected("no_answer")
+        for row in rows:
+            try:
+                usable.append(self.fitted(row))
+            except Rejected as error:
+                problem = error
+        if not usable and pending.prompt_tokens is None:
+            raise problem
+        prompt = pending.prompt_tokens
+        own = pending.conversation
+        notes = [note for row in usable for note in row.notes] + ["answer_not_used"] * (len(rows) - len(usable))
+        return Kept(
+            own.row_id if own.row_id is not None else own.digest(),
+            own.row_id is not None,
+            own,
+            pending.format,
+            tuple(usable),
+            int(np.argmax(usable[0].supervised)) if prompt is None else prompt,
+            (*pending.notes, *notes),
+        )
 
     def first_prompt(self, conversation: Conversation) -> int:
         """Tokens of the first prompt that the target will answer.
@@ -111,25 +160,11 @@ class Preparer:
         if prompt_tokens + self.settings.min_supervised > self.settings.max_length:
             raise Rejected("too_long", f"the prompt alone has {prompt_tokens} tokens")
 
-    def answered(self, conversation: Conversation) -> tuple[list[Rendered], tuple[str, ...]]:
-        """Token rows of a row that brings its answers, and what to count about it.
+    def drafts(self, conversation: Conversation) -> tuple[list[Draft | Rendered], tuple[str, ...]]:
+        """Token rows of a row that brings its answers, encoded or not, and what to count about it.
 
-        Raises Rejected when not one of them is usable.
+        Raises Rejected.
         """
-        rows, notes = self.rendered(conversation)
-        usable, problem = [], Rejected("no_answer")
-        for row in rows:
-            try:
-                usable.append(self.fitted(row))
-            except Rejected as error:
-                problem = error
-        if not usable:
-            raise problem
-        counted = [note for row in usable for note in row.notes]
-        counted += ["answer_not_used"] * (len(rows) - len(usable))
-        return usable, (*notes, *counted)
-
-    def rendered(self, conversation: Conversation) -> tuple[list[Rendered], tuple[str, ...]]:
         if conversation.token_ids is not None:
             return [self.from_ids(conversation)], ()
         if conversation.text is not None:
@@ -139,8 +174,7 @@ class Preparer:
         if conversation.response_ids is not None and not notes:
             return [self.with_ids(conversation)], ()
         ended = conversation.finished is not False
-        rows = self.template.rows(messages, conversation.tools, self.settings.supervise, ended)
-        return rows, notes
+        return self.template.drafts(messages, conversation.tools, self.settings.supervise, ended), notes
 
     def from_ids(self, conversation: Conversation) -> Rendered:
         ids = self.in_vocabulary(conversation.token_ids or ())
@@ -149,7 +183,7 @@ class Preparer:
         ended = conversation.finished if conversation.finished is not None else self.ends(ids)
         return Rendered(ids, mask, ended)
 
-    def with_ids(self, conversation: Conversation) -> Rendered:
+    def with_ids(self, conversation: Conversation) -> Draft:
         """The last answer's own ids after its rendered prompt."""
         answer = self.in_vocabulary(conversation.response_ids or ())
         if not len(answer):
@@ -177,11 +211,13 @@ class Preparer:
     def template_specials(self) -> frozenset[int]:
         return frozenset(self.tokenizer.all_special_ids)
 
-    def fitted(self, row: Rendered) -> Rendered:
+    def fitted(self, row: Rendered | Rejected) -> Rendered:
         """The row cut at `max_length`.
 
         Raises Rejected when what is left teaches nothing.
         """
+        if isinstance(row, Rejected):
+            raise row
         limit = self.settings.max_length
         if len(row.ids) > limit:
             row = replace(

@@ -8,12 +8,10 @@ turns, say) makes earlier answers rows of their own. `{% generation %}` marks ar
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -23,36 +21,17 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from data.conversations import Rejected
 from data.errors import BadInput
+from pipeline.encoder import Draft, Encoder, Rendered, sha256, tokenizer_hash
+from pipeline.thinking import THINKING, literal_thinking, without_thinking
 
 Supervise = Literal["all", "last", "none-of-thinking"]
 Messages = Sequence[Mapping[str, Any]]
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-THINKING = (
-    ("<think>", "</think>"),
-    ("[THINK]", "[/THINK]"),
-    ("<seed:think>", "</seed:think>"),
-    ("<|channel|>analysis<|message|>", "<|end|>"),
-)
-"""How targets open and close their thinking."""
 OURS = {"tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "padding",
         "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
         "sanitize_control_tokens", "conversation", "messages"}  # fmt: skip
 """Names that `template_arguments` may not use."""
-
-
-@dataclass(frozen=True)
-class Rendered:
-    """A row: `ids` int32 [T], `supervised` bool [T]; `finished`: it ends in an end of turn; `notes`: what to count.
-
-    `turn` is the number of the answer that it was cut for when a template rewrites history, None for the whole row.
-    """
-
-    ids: np.ndarray
-    supervised: np.ndarray
-    finished: bool
-    turn: int | None = None
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -85,20 +64,12 @@ class Template:
             )
         if taken := OURS & set(self.arguments):
             raise BadInput(f"data.template_arguments: `{min(taken)}` is set by draftmill; remove it")
-        self.backend = getattr(tokenizer, "backend_tokenizer", None)
-        added = tokenizer.added_tokens_decoder
-        specials = {id_: token.content for id_, token in added.items() if token.special}
-        if tokenizer.eos_token_id is not None:
-            specials[tokenizer.eos_token_id] = tokenizer.eos_token
-        self.special_ids = frozenset(specials)
-        longest_first = sorted(specials.values(), key=len, reverse=True)
+        self.source: str = tokenizer.get_chat_template()
+        self.encoder = Encoder(tokenizer)
+        self.encode, self.decode = self.encoder.encode, self.encoder.decode
+        longest_first = sorted(self.encoder.specials.values(), key=len, reverse=True)
         self.special_text = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        self._tails: dict[str, list[int]] = {}
-
-    @property
-    def source(self) -> str:
-        """The Jinja text in use."""
-        return self.tokenizer.get_chat_template()
+        self._values = {**tokenizer.special_tokens_map, **self.arguments}
 
     def text(self, messages: Messages, tools: Sequence[Any] = (), prompt: bool = False) -> str:
         """Rendered conversation, with the generation prompt if `prompt`.
@@ -110,25 +81,19 @@ class Template:
     def _render(
         self, messages: Messages, tools: Sequence[Any], prompt: bool, marks: bool
     ) -> tuple[str, list[tuple[int, int]]]:
-        values = {**self.tokenizer.special_tokens_map, **self.arguments}
+        source = self.tokenizer.get_chat_template(tools=list(tools)) if tools else self.source
         try:
             texts, spans = render_jinja_template(
-                [list(messages)],
+                [list(map(with_thinking_names, messages))],
                 tools=list(tools) or None,
-                chat_template=self.tokenizer.get_chat_template(tools=list(tools) or None),
+                chat_template=source,
                 return_assistant_tokens_mask=marks,
                 add_generation_prompt=prompt,
-                **values,
+                **self._values,
             )
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise Rejected("template_error", " ".join(str(error).split())[:200]) from None
         return texts[0], spans[0] if spans else []
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of rendered text; nothing is added, since the template prints what it wants at the start."""
-        if self.backend is None:
-            return self.tokenizer.encode(text, add_special_tokens=False)
-        return self.backend.encode(text, add_special_tokens=False).ids
 
     def prompt(self, messages: Messages, tools: Sequence[Any] = ()) -> list[int]:
         """Ids that the target is given to answer `messages`."""
@@ -154,25 +119,48 @@ class Template:
         `finished` False: the last answer was cut off; the row then ends in its last token.
         Raises Rejected when a mask cannot be derived.
         """
+        return self.encoded(self.drafts(messages, tools, supervise, finished))
+
+    def encoded(self, drafts: Sequence[Draft]) -> list[Rendered]:
+        """Rows of drafts.
+
+        Raises Rejected when one cannot be encoded.
+        """
+        rows = []
+        for row in self.encoder.rendered(drafts):
+            if isinstance(row, Rejected):
+                raise row
+            rows.append(row)
+        return rows
+
+    def drafts(
+        self, messages: Messages, tools: Sequence[Any] = (), supervise: Supervise = "all", finished: bool = True
+    ) -> list[Draft]:
+        """The rows of `rows`, not encoded yet."""
         if not messages or messages[-1]["role"] != "assistant":
             raise Rejected("no_answer")
         answers = self.answers(messages, tools, last=supervise == "last")
-        rows = []
+        drafts = []
         for group in grouped(answers):
             last = group[-1]
-            ended = finished or last.number != answers[-1].number
+            whole = last is answers[-1]
+            ended = finished or not whole
             text = last.text[: last.end if ended else last.body]
             spans = [(a.start, a.end if a is not last or ended else a.body) for a in group]
             if supervise == "none-of-thinking":
                 spans = [piece for span in spans for piece in without_thinking(text, *span)]
-            ids, mask = self.masked(text, spans)
-            notes = self.notes(messages, answers) if last is answers[-1] else ("history_rewritten",)
-            rows.append(Rendered(ids, mask, ended, None if last is answers[-1] else last.number, notes))
-        return rows
+            notes = lost_reasoning(messages[-1], text) if whole else ("history_rewritten",)
+            drafts.append(Draft(text, tuple(spans), ended, None if whole else last.number, notes))
+        return drafts
 
     def continued(
-        self, messages: Messages, answer: np.ndarray, tools: Sequence[Any], supervise: Supervise, finished: bool
-    ) -> Rendered:
+        self,
+        messages: Messages,
+        answer: np.ndarray,
+        tools: Sequence[Any] = (),
+        supervise: Supervise = "all",
+        finished: bool = True,
+    ) -> Draft:
         """The row in which `messages` are answered by ids that are used as they are, int32 [N].
 
         Earlier answers are supervised too under `all`, where the prompt leaves them as they were.
@@ -185,9 +173,8 @@ class Template:
             earlier = [(a.start, a.end) for a in found if prompt.startswith(a.text[: a.end])]
             if supervise == "none-of-thinking":
                 earlier = [piece for span in earlier for piece in without_thinking(prompt, *span)]
-        ids, mask = self.masked(prompt, earlier)
         own = np.ones(len(answer), bool) if supervise != "none-of-thinking" else self.not_thinking(answer, prompt)
-        return Rendered(np.concatenate([ids, answer]).astype(np.int32), np.concatenate([mask, own]), finished)
+        return Draft(prompt, tuple(earlier), finished, tail=answer, tail_mask=own)
 
     def not_thinking(self, answer: np.ndarray, prompt: str) -> np.ndarray:
         """Mask bool [N] of answer ids that are not thinking, which `prompt` may have opened.
@@ -213,7 +200,8 @@ class Template:
         if GENERATION.search(self.source):
             found = self._marked(messages, tools, places)
         else:
-            found = [self._located(messages, tools, i, number) for number, i in enumerate(places)]
+            numbered = list(enumerate(places))
+            found = [self._located(messages, tools, i, number) for number, i in numbered[-1 if last else 0 :]]
         require_rendered(messages[: places[-1]], found[-1].text)
         return found[-1:] if last else found
 
@@ -234,8 +222,8 @@ class Template:
 
         Where the prompt opens the thinking, the content's own opening is not repeated.
         """
-        answer = rendered.rindex(content.rpartition(">")[2].strip())
-        body, end = self._end_of_turn(rendered, answer, len(rendered))
+        answer = rendered.rfind(content.rpartition(">")[2].strip())
+        body, end = self._end_of_turn(rendered, max(answer, 0), len(rendered))
         opening = next((o for o, _ in THINKING if content.lstrip().startswith(o)), "")
         if opening and before.rstrip().endswith(opening):
             opened = before[before.rindex(opening) :]
@@ -265,74 +253,9 @@ class Template:
             require_answer(messages[place], text[start:stop])
             follows = self.special_text.match(text, stop)
             marked_end = re.search(rf"(?:{self.special_text.pattern})\s*\Z", text[start:stop])
-            found.append(
-                Answer(
-                    text,
-                    start,
-                    *self._end_of_turn(text, start, stop if marked_end or not follows else follows.end()),
-                    number,
-                )
-            )
+            stop = stop if marked_end or not follows else follows.end()
+            found.append(Answer(text, start, *self._end_of_turn(text, start, stop), number))
         return found
-
-    def notes(self, messages: Messages, answers: list[Answer]) -> tuple[str, ...]:
-        """Losses that do not spoil a row but are counted."""
-        text = answers[-1].text
-        lost = (m.get("reasoning_content", "").strip() not in text for m in messages[-1:])
-        return ("reasoning_not_rendered",) if any(lost) else ()
-
-    def masked(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Ids int32 [T] of a text and the mask bool [T] of the tokens in `spans` (start, end in characters).
-
-        Tokens before a span are those that the text up to it has alone: that is what the target is served.
-        Raises Rejected when text cannot be cut there.
-        """
-        if self.backend is not None:
-            encoding = self.backend.encode(text, add_special_tokens=False)
-            ids, mask = encoding.ids, np.zeros(len(encoding.ids), bool)
-            for start, end in spans:
-                first, last = encoding.char_to_token(start), encoding.char_to_token(end - 1)
-                if first is None or last is None or not self._clean_cut(text, encoding, first, start):
-                    break
-                mask[first : last + 1] = True
-            else:
-                return np.asarray(ids, np.int32), mask
-        return self._cut(text, spans)
-
-    def _clean_cut(self, text: str, encoding: Any, first: int, start: int) -> bool:
-        """Whether token `first` begins at `start` and the tokens before it are the prompt's own.
-
-        Special tokens are cut out before anything else is split, so only text since the last of them needs a look.
-        """
-        if encoding.token_to_chars(first)[0] != start:
-            return False
-        ids = encoding.ids
-        at = first - 1
-        while at >= 0 and ids[at] not in self.special_ids:
-            at -= 1
-        tail = text[encoding.token_to_chars(at)[0] if at >= 0 else 0 : start]
-        known = self._tails.get(tail)
-        if known is None:
-            known = self.encode(tail)
-            if len(self._tails) < 1000:
-                self._tails[tail] = known
-        return ids[max(at, 0) : first] == known
-
-    def _cut(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Encode the pieces between spans and the spans themselves one by one."""
-        ids: list[int] = []
-        mask: list[bool] = []
-        edges = sorted({0, len(text), *(edge for span in spans for edge in span)})
-        for start, end in pairwise(edges):
-            piece = self.encode(text[start:end])
-            ids += piece
-            mask += [any(a <= start and end <= b for a, b in spans)] * len(piece)
-        if self.decode(ids) != self.decode(self.encode(text)):
-            raise Rejected("boundary", "encoding prompt and answer one by one gives another text")
-        return np.asarray(ids, np.int32), np.asarray(mask, bool)
-
-    def decode(self, ids: Sequence[int], specials: bool = True) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=not specials, clean_up_tokenization_spaces=False)
 
     def record(self) -> dict[str, Any]:
         """What shaped the ids: hashes of template and tokenizer, and the arguments."""
@@ -343,14 +266,15 @@ class Template:
         }
 
 
-def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of all that turns text into ids."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    return sha256(backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True))
+def with_thinking_names(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Thinking under every name that templates read it by."""
+    reasoning = message.get("reasoning_content")
+    return message if reasoning is None else {"thinking": reasoning, "reasoning": reasoning, **message}
 
 
-def sha256(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+def lost_reasoning(message: Mapping[str, Any], text: str) -> tuple[str, ...]:
+    """A note when the template does not print an answer's reasoning."""
+    return ("reasoning_not_rendered",) if message.get("reasoning_content", "").strip() not in text else ()
 
 
 def grouped(answers: list[Answer]) -> list[list[Answer]]:
@@ -385,34 +309,6 @@ def require_answer(message: Mapping[str, Any], rendered: str) -> None:
     for wanted in (content.strip(), *names):
         if wanted not in rendered:
             raise Rejected("answer_not_rendered", repr(wanted[:60]))
-
-
-def literal_thinking(message: Mapping[str, Any]) -> str:
-    """Thinking that is written out in an answer's content."""
-    content = message["content"].lstrip()
-    for opening, close in THINKING:
-        if content.startswith(opening) and close in content:
-            return content.partition(close)[0].removeprefix(opening)
-    return ""
-
-
-def without_thinking(text: str, start: int, end: int, prompt: str = "") -> list[tuple[int, int]]:
-    """`text[start:end]` without its thinking, as spans. The prompt (by default what is before `start`) may have opened
-    it; thinking that is not closed goes on to the end."""
-    before = (prompt or text[:start]).rstrip()
-    pieces, at = [], start
-    close = next((close for opening, close in THINKING if before.endswith(opening)), None)
-    while at < end:
-        if close is None:
-            found = [(text.find(opening, at, end), close) for opening, close in THINKING]
-            where, close = min((place for place in found if place[0] >= 0), default=(end, None))
-            if where > at:
-                pieces.append((at, where))
-            at = where
-        else:
-            closed = text.find(close, at, end)
-            at, close = (end if closed < 0 else closed + len(close)), None
-    return pieces
 
 
 _templates: dict[tuple[int, str], Template] = {}

@@ -20,7 +20,7 @@ import pyarrow as pa
 from data.settings import Run
 from data.sources import Chunk
 from data.spill import SPILL, write_spill
-from data.tokens import in_validation, ragged, row_hash
+from data.tokens import in_validation, ragged, row_hash, stable_hash
 from pipeline.preparer import Kept, Preparer
 
 SMALL = 4000
@@ -62,13 +62,14 @@ def spill_table(kept: list[Kept], source: str, held_out: bool | float) -> pa.Tab
         row_id = row.row_id if row.own_id else f"{row.row_id}-0"
         validation = held_out if isinstance(held_out, bool) else in_validation(row_id, held_out)
         shared = (source, validation, row.prompt_tokens)
-        hashes = (row.content_hash(), row.prompt_hash())
+        record = row.conversation.record
+        hashes = (stable_hash(record), stable_hash(row.conversation.prompt()))
         pieces = {-1 if p.turn is None else p.turn: (p.ids, p.supervised, p.finished) for p in row.pieces}
         if -1 not in pieces and pieces:  # the whole row is unusable: its first usable answer stands for it
             pieces[-1] = pieces.pop(min(pieces))
         for turn, (tokens, mask, finished) in sorted((pieces or {-1: nothing}).items()):
-            record, notes = (row.conversation.dumps(), list(row.notes)) if turn < 0 else (None, [])
-            rows.append((row_id, turn, row.own_id, record, *shared, notes, row_hash(row_id), *hashes, finished))
+            own = (record, *shared, row.notes) if turn < 0 else (None, *shared, ())
+            rows.append((row_id, turn, row.own_id, *own, row_hash(row_id), *hashes, finished))
             ids.append(tokens)
             masks.append(mask)
     plain = list(zip(*rows, strict=True)) if rows else [()] * 12

@@ -103,7 +103,7 @@ def test_a_system_prompt_is_added_only_where_there_is_none() -> None:
 
 def test_a_conversation_survives_its_own_text() -> None:
     made = normalise({"id": "a", "messages": [*TURNS], "response_ids": [3, 4], "finished": False})
-    assert Conversation.loads(made.dumps()) == made
+    assert Conversation.loads("a", made.record) == made
 
 
 ODD: list[tuple[Any, str]] = [

@@ -9,7 +9,8 @@ import pytest
 
 from data.conversations import Rejected
 from data.errors import BadInput
-from pipeline.template import Rendered, Template, render_prompt, render_row
+from pipeline.encoder import Rendered
+from pipeline.template import Template, render_prompt, render_row
 from tests.template_kinds import tokenizer_of
 
 ASK = {"role": "user", "content": "What is 2+2?"}
@@ -187,7 +188,7 @@ def test_a_mask_that_cannot_be_derived_is_refused(kind: str, messages: list[dict
 def test_answer_ids_are_used_as_they_are() -> None:
     template = template_of("chatml")
     odd = np.array([*map(ord, "th"), tokenizer_of("chatml").eos_token_id], np.int32)
-    row = template.continued([ASK], odd, (), "all", True)
+    (row,) = template.encoded([template.continued([ASK], odd)])
     assert row.ids[-3:].tolist() == odd.tolist()
     assert row.supervised.sum() == 3
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import zarr
+from zarr.core.buffer import default_buffer_prototype
 
 from data.codec import ArraySpec
 from data.errors import BadInput
@@ -48,11 +49,11 @@ class ShardReader:
         check_sizes(store, relative, files)
         self.arrays: dict[str, np.ndarray | zarr.Array] = {}
         folder = inside(store.path, relative) if isinstance(store, Folder) else None
-        group = None if mapped and folder else _open_group(store, relative)
+        group = {} if mapped and folder else _open_arrays(store, relative)
         for name, (spec, count) in specs.items():
             if count == 0:
                 self.arrays[name] = np.zeros((0, *spec.shape), spec.dtype)
-            elif group is None and folder is not None:
+            elif mapped and folder:
                 self.arrays[name] = _map_sharded(
                     folder / name / "/".join(["c", "0", *("0" for _ in spec.shape)]), spec, count
                 )
@@ -62,13 +63,20 @@ class ShardReader:
             self.arrays[name] = _map(folder / name / "c" / "0", dtype) if folder else np.asarray(group[name][:])
 
     def copy(self, name: str, start: int, stop: int, out: np.ndarray) -> None:
-        """Entries start..stop of an array into `out` [stop - start, ...]; a mapped array is copied once."""
-        out[...] = self.arrays[name][start:stop]
+        """Entries start..stop of an array into `out` [stop - start, ...], without an array in between."""
+        array = self.arrays[name]
+        if isinstance(array, np.ndarray):
+            np.copyto(out, array[start:stop], casting="no")
+        else:
+            array.get_basic_selection((slice(start, stop),), out=_BUFFER.from_numpy_array(out))
 
 
-def _open_group(store: Folder | Bucket, relative: str) -> zarr.Group:
+_BUFFER = default_buffer_prototype().nd_buffer
+
+
+def _open_arrays(store: Folder | Bucket, relative: str) -> dict[str, zarr.Array]:
     with zarr.config.set(_pipeline(store)):
-        return zarr.open_group(store.zarr(relative), mode="r")
+        return dict(zarr.open_group(store.zarr(relative), mode="r").arrays())
 
 
 def _pipeline(store: Folder | Bucket) -> dict[str, Any]:

@@ -197,17 +197,18 @@ def _attention(reader: Reader, layers: int) -> tuple[tuple[str, ...], int | None
     return tuple(types), reader.number("sliding_window", f"{LAYER}.sliding_window")
 
 
-def differences(have: Any, want: Any, path: str = "") -> Iterator[str]:
-    """One line for every key whose value is not the wanted one, dotted paths first to last."""
+def differences(have: Any, want: Any, path: str = "", shared: bool = False) -> Iterator[str]:
+    """One line for every key whose value is not the wanted one, dotted paths first to last.
+
+    `shared` compares keys that both have, and nothing else.
+    """
     if isinstance(have, Mapping) and isinstance(want, Mapping):
         for key in (*want, *(key for key in have if key not in want)):
             inner = f"{path}.{key}" if path else key
-            if key not in have:
-                yield f"`{inner}` is missing"
-            elif key not in want:
-                yield f"`{inner}` does not belong there"
-            else:
-                yield from differences(have[key], want[key], inner)
+            if key in have and key in want:
+                yield from differences(have[key], want[key], inner, shared)
+            elif not shared:
+                yield f"`{inner}` is missing" if key in want else f"`{inner}` does not belong there"
     elif have != want or type(have) is not type(want):
         yield f"`{path}` is {have!r}, expected {want!r}"
 

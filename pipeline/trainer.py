@@ -172,14 +172,17 @@ class Trainer:
         self.writer = CheckpointWriter(
             self.layout.checkpoints(self.name), self.settings.keep_last, self.settings.keep_best
         )
-        self.metrics = Metrics(self.layout.metrics(self.name), self.settings.loggers, self.layout.drafter(self.name))
-        self.metrics.rewind(start)
+        if self.rank == 0:  # one writer: the others' would replace its file
+            folder = self.layout.drafter(self.name)
+            self.metrics = Metrics(self.layout.metrics(self.name), self.settings.loggers, folder)
+            self.metrics.rewind(start)
         loader.start()
         try:
             self._loop(start, loader)
         finally:
             loader.close()
-            self.metrics.close()
+            if self.rank == 0:
+                self.metrics.close()
         self.writer.wait()
 
     def _announce(self, start: int) -> None:

@@ -19,10 +19,13 @@ from pipeline.preflight import Check, guarded
 @click.command("doctor")
 @click.argument("run_file", type=click.Path(), required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print the checks as a JSON list.")
-def command(run_file: str | None, as_json: bool) -> int:
+@click.option("--train", "train", is_flag=True, help="Compile, capture and replay one training step of each drafter.")
+def command(run_file: str | None, as_json: bool, train: bool) -> int:
     """Check this machine, and what a run needs of it."""
     run = load_run(run_file) if run_file is not None else None
-    checks = list(_checks(run))
+    if train and run is None:
+        raise BadInput("doctor --train needs a run file whose cache is made")
+    checks = list(_trials(run) if train and run is not None else _checks(run))
     if as_json:
         click.echo(json.dumps([asdict(check) for check in checks], indent=1))
     else:
@@ -42,6 +45,26 @@ def _checks(run: Run | None) -> Iterator[Check]:
     if devices.visible():
         yield guarded("torch on gpu", preflight.torch_sees, "install a torch whose CUDA the driver supports")
         yield guarded("compile and capture", _selftest, "update driver and torch, or set train.graphs to eager")
+
+
+def _trials(run: Run) -> Iterator[Check]:
+    """One training step of each drafter on its real shapes; a replay that differs from a plain run is a failure."""
+    from pipeline.job import job
+
+    with job(None, "doctor", gpus=1) as work:
+        from pipeline.trial import try_step
+
+        for name in run.drafters:
+            trial = try_step(run, name, work)
+            text = (
+                f"{trial.mode}: {trial.graphs} graphs, compiled in {trial.prepare_seconds:.1f} s, a step in "
+                f"{1e3 * trial.step_seconds:.1f} ms, {trial.memory_gib:.1f} GiB, loss {trial.loss:.4f}, "
+                f"replay {'equals' if trial.equal else 'DIFFERS FROM'} the same step run plainly"
+            )
+            remedy = "" if trial.equal else "set train.graphs: compile, and report this"
+            yield Check(f"train {name}", "ok" if trial.equal else "failure", text, remedy)
+    for mode, options in trial.options.items():
+        yield Check(f"mode {mode}", "ok", ", ".join(f"{key}={value}" for key, value in options.items()) or "defaults")
 
 
 def _selftest() -> Check:

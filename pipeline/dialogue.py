@@ -14,7 +14,7 @@ import numpy as np
 from data.conversations import Conversation, Rejected, asked
 from data.parts import Prompt
 from data.settings import Data
-from pipeline.encoder import Rendered
+from pipeline.encoding import Rendered
 from pipeline.template import Template
 
 FINAL = "<|channel|>final<|message|>"

@@ -16,7 +16,7 @@ from data.conversations import Conversation, Rejected, asked, detect, normalise,
 from data.settings import Data
 from data.sources import Chunk, decode
 from data.tokens import stable_hash
-from pipeline.encoder import Draft, Rendered
+from pipeline.encoding import Draft, Rendered
 from pipeline.template import Template, template_of
 
 

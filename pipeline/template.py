@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
+from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 from data.conversations import Rejected
 from data.errors import BadInput
-from pipeline.encoder import Draft, Encoder, Rendered, sha256, tokenizer_hash
+from pipeline.encoding import Draft, Encoder, Rendered, sha256, tokenizer_hash
 from pipeline.thinking import THINKING, literal_thinking, without_thinking
 
 Supervise = Literal["all", "last", "none-of-thinking"]
@@ -76,24 +78,41 @@ class Template:
 
         Raises Rejected with the template's own words when it refuses.
         """
-        return self._render(messages, tools, prompt, marks=False)[0]
-
-    def _render(
-        self, messages: Messages, tools: Sequence[Any], prompt: bool, marks: bool
-    ) -> tuple[str, list[tuple[int, int]]]:
-        source = self.tokenizer.get_chat_template(tools=list(tools)) if tools else self.source
-        try:
-            texts, spans = render_jinja_template(
-                [list(map(with_thinking_names, messages))],
+        with refusals():
+            return self._compiled(bool(tools)).render(
+                messages=list(map(with_thinking_names, messages)),
                 tools=list(tools) or None,
-                chat_template=source,
-                return_assistant_tokens_mask=marks,
+                documents=None,
                 add_generation_prompt=prompt,
                 **self._values,
             )
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-            raise Rejected("template_error", " ".join(str(error).split())[:200]) from None
-        return texts[0], spans[0] if spans else []
+
+    def marked_text(self, messages: Messages, tools: Sequence[Any] = ()) -> tuple[str, list[tuple[int, int]]]:
+        """Rendered conversation, and the spans that the template marks as generated.
+
+        Raises Rejected when the template refuses.
+        """
+        with refusals():
+            texts, spans = render_jinja_template(
+                [list(map(with_thinking_names, messages))],
+                tools=list(tools) or None,
+                chat_template=self.source,
+                return_assistant_tokens_mask=True,
+                **self._values,
+            )
+        return texts[0], spans[0]
+
+    def _compiled(self, tools: bool) -> Any:
+        """transformers' sandboxed template; some tokenizers have another one for tools."""
+        return self._compiled_for_tools if tools else self._compiled_plain
+
+    @cached_property
+    def _compiled_plain(self) -> Any:
+        return _compile_jinja_template(self.source)
+
+    @cached_property
+    def _compiled_for_tools(self) -> Any:
+        return _compile_jinja_template(self.tokenizer.get_chat_template(tools=[{}]))
 
     def prompt(self, messages: Messages, tools: Sequence[Any] = ()) -> list[int]:
         """Ids that the target is given to answer `messages`."""
@@ -244,7 +263,7 @@ class Template:
 
     def _marked(self, messages: Messages, tools: Sequence[Any], places: list[int]) -> list[Answer]:
         """Answers as the template's own `{% generation %}` marks give them, with their end of turn."""
-        text, spans = self._render(messages, tools, prompt=False, marks=True)
+        text, spans = self.marked_text(messages, tools)
         spans = [span for span in spans if text[slice(*span)].strip()]
         if len(spans) != len(places):
             raise Rejected("answer_not_rendered", f"{len(places)} answers, {len(spans)} marked by the template")
@@ -264,6 +283,15 @@ class Template:
             "tokenizer": tokenizer_hash(self.tokenizer),
             "arguments": self.arguments,
         }
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """What a template raises, in its own words, as a reason to drop the row."""
+    try:
+        yield
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        raise Rejected("template_error", " ".join(str(error).split())[:200]) from None
 
 
 def with_thinking_names(message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -264,7 +264,7 @@ def benchmark_keys(run: Run) -> dict[str, frozenset[int]]:
 
 def template_or_tokenizer(preparer: Any) -> dict[str, Any]:
     """Hashes of what turns text into ids; a tokenizer without template serves rows of text and ids."""
-    from pipeline.encoder import tokenizer_hash
+    from pipeline.encoding import tokenizer_hash
 
     if preparer.tokenizer.chat_template:
         return preparer.template.record()

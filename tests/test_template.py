@@ -9,7 +9,7 @@ import pytest
 
 from data.conversations import Rejected
 from data.errors import BadInput
-from pipeline.encoder import Rendered
+from pipeline.encoding import Rendered
 from pipeline.template import Template, render_prompt, render_row
 from tests.template_kinds import tokenizer_of
 

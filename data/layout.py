@@ -27,6 +27,11 @@ class Layout:
         """Target weights that were downloaded, made or converted once, for all runs under this root."""
         return self.folder.parent / ".targets"
 
+    @property
+    def compiled(self) -> Path:
+        """Inductor's cache of compiled kernels, shared by all runs under this root."""
+        return self.folder.parent / ".inductor"
+
     def prompts(self, part: int) -> Path:
         """Manifest of a part's normalised conversations; the table lies beside it with suffix `.parquet`."""
         return self.folder / "prompts" / f"{part_name(part)}.json"

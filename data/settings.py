@@ -250,7 +250,7 @@ class Train(Section):
     graphs: Literal["auto", "whole", "compile", "eager"] = "auto"
     """The whole step as CUDA graphs, compiled only, or eager; `auto` is `whole` on a GPU, `eager` on a CPU."""
     deterministic: bool = False
-    """Bitwise equal results across processes on a GPU, at some cost in speed."""
+    """On a GPU, compile the same kernels in every process, so that a resumed run can give the same bits."""
     seed: int = 0
     """Seed of initial weights and of anchors."""
     log_every: Positive = 10

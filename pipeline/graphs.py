@@ -32,14 +32,18 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 MODES = ("whole", "compile", "eager")
 
 
-def compiler(mode: str) -> Callable[[Function], Function]:
-    """What wraps the functions of a mode: `torch.compile` with static shapes, or nothing."""
+def compiler(mode: str, deterministic: bool = False) -> Callable[[Function], Function]:
+    """What wraps the functions of a mode: `torch.compile` with static shapes, or nothing.
+
+    `deterministic` keeps Inductor from choosing kernels by timing them, so that another process chooses the same.
+    """
     if mode == "eager":
         return lambda function: function
     import torch._inductor.config as inductor
 
     if inductor.triton.cudagraphs:
         raise Failure("torch._inductor.config.triton.cudagraphs is on: captures never nest; unset it")
+    inductor.deterministic = deterministic
     return lambda function: torch.compile(function, fullgraph=True, dynamic=False)
 
 
@@ -106,6 +110,7 @@ class Step:
         fp8: bool = False,
         noise: float = 0.0,
         dense: bool = False,
+        deterministic: bool = False,
     ) -> None:
         device = next(drafter.parameters()).device
         self.drafter, self.head, self.codec, self.taps = drafter, head, codec, taps
@@ -118,7 +123,7 @@ class Step:
             noise,
         )
         self.world = dist.get_world_size() if dist.is_initialized() else 1
-        wrap = compiler(mode)
+        wrap = compiler(mode, deterministic)
         self.run_context, self.run_blocks = wrap(context_of), wrap(block_inputs)
         self.run_layer, self.run_norm, self.hits = wrap(run_layer), wrap(run_norm), wrap(chunk_hits)
         self.narrow = NarrowWeights(drafter, dtype, fp8, wrap) if dtype != torch.float32 else None

@@ -118,6 +118,7 @@ class Trainer:
             dtype=resolve_dtype(train, self.device),
             fp8=train.fp8,
             noise=train.state_noise,
+            deterministic=train.deterministic,
         )
         self.drafter = drafter
 

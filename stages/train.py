@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import click
 
 from data.errors import BadInput, Failure
+from data.layout import Layout
 from data.settings import Run, load_run
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def command(
 ) -> None:
     """Train drafters from the cache; resumes by itself."""
     run = load_run(run_file)
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Layout.of(run).compiled.resolve()))
     if nnodes > 1 and rdzv_endpoint is None:
         raise BadInput("--nnodes needs --rdzv-endpoint HOST:PORT of the first machine")
     for drafter in [name] if name else run.drafters:
@@ -51,7 +53,8 @@ def command(
                 ["--rdzv-backend", "c10d", "--rdzv-endpoint", rdzv_endpoint] if rdzv_endpoint else ["--standalone"]
             )
             launch = ["--nnodes", str(nnodes), "--node-rank", str(node_rank), *endpoint]
-            _launch(run, run_file, drafter, gpus // nnodes, launch)
+            label = drafter if nnodes == 1 else f"{drafter}.node{node_rank}"
+            _launch(run, run_file, drafter, label, gpus // nnodes, launch)
 
 
 def _alone(run: Run, name: str, profile: int | None) -> None:
@@ -83,17 +86,18 @@ def _rank(run: Run, name: str, profile: int | None) -> None:
             dist.destroy_process_group()
 
 
-def _launch(run: Run, run_file: str, name: str, ranks: int, launch: list[str]) -> None:
-    """Lease devices and run the ranks; their exit becomes this process's."""
+def _launch(run: Run, run_file: str, name: str, label: str, ranks: int, launch: list[str]) -> None:
+    """Lease devices and run the ranks; their exit becomes this process's. torchrun holds the lease too."""
     from pipeline.job import job
 
-    with job(run, "train", label=name, gpus=ranks) as work:
+    with job(run, "train", label=label, gpus=ranks) as work:
         from pipeline.trainer import check
 
         check(run, name)
         command = [sys.executable, "-m", "torch.distributed.run", *launch, "--nproc-per-node", str(ranks)]
         command += ["-m", "stages.cli", "train", run_file, "--drafter", name]
-        code = _wait(subprocess.Popen(command), work)
+        environment = os.environ | work.lease.environment()
+        code = _wait(subprocess.Popen(command, env=environment, pass_fds=work.lease.descriptors), work)
         if code == 0:
             return
         work.check_stop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from tests.interchange_samples import (
     trained_tensors,
 )
 from tests.throwaway import consumer_python
+
+pytestmark = pytest.mark.slow
 
 SLIDING_LAYERS = {"layer_types": (SLIDING, "full_attention"), "sliding_window": 9}
 LINEAR = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
@@ -62,9 +65,55 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
-def verdicts(exports: dict[str, Path], python: str) -> Verdicts:
-    found = check_exports(list(exports.values()), None, python)
-    return {path.name: {verdict.consumer: verdict for verdict in every} for path, every in found.items()}
+def targets(exports: dict[str, Path]) -> dict[bool, LlamaForCausalLM]:
+    root = exports["tied-4"].parent
+    return {
+        tied: AutoModelForCausalLM.from_pretrained(root / f"target-{tied}", dtype=torch.float32).eval()
+        for tied in (True, False)
+    }
+
+
+@pytest.fixture(scope="session")
+def plain(targets: dict[bool, LlamaForCausalLM]) -> dict[bool, list[list[int]]]:
+    """Plain greedy answers to all prompts."""
+    return {tied: [greedy(model, prompt, NEW_TOKENS) for prompt in PROMPTS] for tied, model in targets.items()}
+
+
+@pytest.fixture(scope="session")
+def trained(
+    exports: dict[str, Path], targets: dict[bool, LlamaForCausalLM], plain: dict[bool, list[list[int]]]
+) -> dict[bool, dict[str, Any]]:
+    """Jobs for dflash to generate with an export of a drafter trained for a moment, target tied and not."""
+    root, jobs = exports["tied-4"].parent, {}
+    for tied, model in targets.items():
+        rows = [prompt + answer for prompt, answer in zip(PROMPTS, plain[tied], strict=True)]
+        rows = [row for row in rows if len(row) > 2 * BLOCK + 6]
+        info, config = tiny_target_info(str(root / f"target-{tied}")), tiny_config(BLOCK)
+        write_union(root / f"trained-{tied}", config, trained_tensors(config, model, rows), info, dtype="float32")
+        where = {"export": str(root / f"trained-{tied}"), "target": info.name}
+        limits = {"prompts": PROMPTS, "max_new_tokens": NEW_TOKENS, "stop": [model.config.eos_token_id]}
+        jobs[tied] = {"kind": "generate", **where, **limits}
+    return jobs
+
+
+@pytest.fixture(scope="session")
+def asked(exports: dict[str, Path], trained: dict[bool, dict[str, Any]], python: str) -> tuple[Any, Any]:
+    """All consumers' verdicts, and dflash's generations: at once, since each process imports for ten seconds."""
+    with ThreadPoolExecutor() as pool:
+        judged = pool.submit(check_exports, list(exports.values()), None, python)
+        generated = pool.submit(ask, "dflash", list(trained.values()), python)
+        return judged.result(), generated.result()
+
+
+@pytest.fixture(scope="session")
+def verdicts(asked: tuple[Any, Any]) -> Verdicts:
+    return {path.name: {verdict.consumer: verdict for verdict in every} for path, every in asked[0].items()}
+
+
+@pytest.fixture(scope="session")
+def drafted(asked: tuple[Any, Any], trained: dict[bool, dict[str, Any]]) -> dict[bool, dict[str, Any]]:
+    answers = zip(trained.items(), asked[1]["answers"], strict=True)
+    return {tied: {**answer, "export": job["export"]} for (tied, job), answer in answers}
 
 
 @pytest.mark.parametrize("consumer", ["speculators", "dflash", "specforge"])
@@ -99,42 +148,6 @@ def test_other_forms_are_identical_where_they_are_read(verdicts: Verdicts, case:
 def test_a_consumer_that_is_not_installed_is_said_to_be_absent(verdicts: Verdicts) -> None:
     assert set(verdicts["tied-4"]) == set(CONSUMERS)
     assert verdicts["tied-4"]["vllm"] == Verdict("vllm", None, note="not installed")
-
-
-@pytest.fixture(scope="session")
-def targets(exports: dict[str, Path]) -> dict[bool, LlamaForCausalLM]:
-    root = exports["tied-4"].parent
-    return {
-        tied: AutoModelForCausalLM.from_pretrained(root / f"target-{tied}", dtype=torch.float32).eval()
-        for tied in (True, False)
-    }
-
-
-@pytest.fixture(scope="session")
-def plain(targets: dict[bool, LlamaForCausalLM]) -> dict[bool, list[list[int]]]:
-    """Plain greedy answers to all prompts."""
-    return {tied: [greedy(model, prompt, NEW_TOKENS) for prompt in PROMPTS] for tied, model in targets.items()}
-
-
-@pytest.fixture(scope="session")
-def drafted(
-    exports: dict[str, Path],
-    targets: dict[bool, LlamaForCausalLM],
-    plain: dict[bool, list[list[int]]],
-    python: str,
-) -> dict[bool, dict[str, Any]]:
-    """What dflash generates with an export of a drafter trained for a moment, target tied and not."""
-    root, jobs = exports["tied-4"].parent, []
-    for tied, model in targets.items():
-        rows = [prompt + answer for prompt, answer in zip(PROMPTS, plain[tied], strict=True)]
-        rows = [row for row in rows if len(row) > 2 * BLOCK + 6]
-        info, config = tiny_target_info(str(root / f"target-{tied}")), tiny_config(BLOCK)
-        write_union(root / f"trained-{tied}", config, trained_tensors(config, model, rows), info, dtype="float32")
-        where = {"export": str(root / f"trained-{tied}"), "target": info.name}
-        limits = {"prompts": PROMPTS, "max_new_tokens": NEW_TOKENS, "stop": [model.config.eos_token_id]}
-        jobs.append({"kind": "generate", **where, **limits})
-    answers = ask("dflash", jobs, python)["answers"]
-    return {tied: {**answer, "export": job["export"]} for tied, answer, job in zip(targets, answers, jobs, strict=True)}
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -44,7 +44,7 @@ def _sections(story: Story, pictures: Mapping[str, str]) -> Iterable[Section]:
     yield "acceptance", "Acceptance", _acceptance(story, everyone, pictures)
     yield "slots", "Slot by slot", "".join(_slots(drafter, pictures) for drafter in everyone)
     yield "training", "Training", _training(story, pictures)
-    yield "speed", "Speed", _speed(everyone)
+    yield "speed", "Speed", _speed(everyone) + _servers(story)
     yield "time", "Time", _figure(pictures, "times") + _jobs(story)
     yield "data", "Data and cache", _data(story, pictures)
     yield "examples", "Generations", _examples(everyone)
@@ -180,6 +180,22 @@ def _speed(everyone: list[DrafterStory]) -> str:
     note = "<p>Wall clock, the same engine with and without the drafter, in one process.</p>"
     head = ("benchmark", "drafter", "batch", "prompts", "plain tokens/s", "drafted tokens/s", "speedup")
     return note + _table(head, rows, right=range(2, 7))
+
+
+def _servers(story: Story) -> str:
+    """What servers said of themselves over the same prompts."""
+    rows = [
+        [
+            escape(body["benchmark"]),
+            escape(f"{body['model']} at {body['server']}"),
+            f"<b>{body['served']['acceptance']:.2f}</b>" if body["served"] else "not told",
+            body["concurrency"],
+            f"{body['tokens_per_s']:,.0f}",
+        ]
+        for body in story.servers
+    ]
+    head = ("benchmark", "server", "acceptance", "at once", "tokens/s")
+    return "<h3>Served</h3>" + _table(head, rows, right=(2, 3, 4)) if rows else ""
 
 
 def _jobs(story: Story) -> str:

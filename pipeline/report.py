@@ -91,11 +91,13 @@ class StageTime:
 
 @dataclass(frozen=True)
 class Story:
-    """All of a run. `missing` says in plain words what could not be shown and which command makes it."""
+    """All of a run. `others` are drafters that were only evaluated, `servers` what `eval --server` found; `missing`
+    says in plain words what could not be shown and which command makes it."""
 
     run: Run
     drafters: list[DrafterStory]
     others: list[DrafterStory]
+    servers: list[Body]
     cache: CacheFacts | None
     prompts: dict[str, int] | None
     tokens: Body | None
@@ -118,6 +120,7 @@ def gather(run: Run) -> Story:
         run,
         drafters,
         [other for other in others if other.evaluations],
+        list(_servers(layout, missing)),
         _cache(run, missing),
         missing.attempt(lambda: _sums(run, layout.prompts, "prompts")),
         missing.attempt(lambda: _example(layout, run)),
@@ -170,6 +173,13 @@ def _evaluations(layout: Layout, name: str, missing: _Missing) -> Iterator[Body]
         path = layout.eval(name) / record["path"]
         body = missing.attempt(lambda path=path: read_json(path, "run `draftmill eval` again"))
         if body is not None and "histogram" in body:
+            yield body
+
+
+def _servers(layout: Layout, missing: _Missing) -> Iterator[Body]:
+    for path in sorted(layout.folder.glob("eval/server-*/*.json")):
+        body = missing.attempt(lambda path=path: read_json(path, "run `draftmill eval --server` again"))
+        if body is not None and "server" in body:
             yield body
 
 

@@ -12,6 +12,7 @@ import yaml
 from click.testing import CliRunner
 
 from data.layout import Layout
+from data.manifest import write_json
 from data.settings import Run
 from pipeline.report import gather, metrics_lines
 from stages.report import command
@@ -139,6 +140,16 @@ def test_any_part_of_a_run_makes_a_page(tmp_path: Path, parts: tuple[str, ...]) 
     assert ('id="acceptance"' in html) == ("evaluation" in parts)
     assert ("path-z-lab--other" in html) == ("evaluation" in parts)
     assert ('id="time"' in html) == ("data" in parts)
+
+
+def test_what_a_server_said_stands_there(tmp_path: Path) -> None:
+    run = sample_run(tmp_path)
+    body = {"benchmark": "gsm8k", "server": "http://box:8000/v1", "model": "target", "concurrency": 8}
+    body |= {"tokens_per_s": 1234.5, "served": {"acceptance": 4.321, "source": "vllm:spec_decode"}}
+    write_json(Layout.of(run).eval("server-box-8000") / "gsm8k.json", body)
+    text = Page(report(run, tmp_path)).text
+    assert "target at http://box:8000/v1" in text
+    assert "4.32" in text
 
 
 def test_a_damaged_file_is_named_and_the_rest_is_shown(tmp_path: Path) -> None:

@@ -84,13 +84,13 @@ class Cache:
         }
         self.shards = [shard for part, manifest in enumerate(manifests) for shard in _shards(part, manifest)]
         self.rows, self._row_ids = _row_table(layout, manifests, self.shards)
-        self._mapped = mapped and self.manifest["compressor"] == "none"
+        self._mapped = mapped
         self._open: OrderedDict[int, ShardReader] = OrderedDict()
         self._lock = threading.Lock()
 
     @classmethod
     def open(cls, run: Run, mapped: bool = True) -> Self:
-        """The cache that `run` trains on; `mapped=False` reads uncompressed shards through Zarr too.
+        """The cache that `run` trains on; `mapped=False` reads local shards through Zarr too.
 
         Raises BadInput when a part is missing, parts differ, or the cache was made with other settings, naming them.
         """
@@ -163,7 +163,7 @@ class Cache:
     def _reader(self, shard: _Shard) -> ShardReader:
         specs = {name: (spec, shard.counts["states"]) for name, spec in self.codec.arrays().items()}
         specs |= {name: (spec, shard.counts["teacher"]) for name, spec in self.teacher_specs.items()}
-        return ShardReader(self.store, shard.relative, shard.files, specs, self._mapped)
+        return ShardReader(self.store, shard.relative, shard.files, specs, self.manifest["compressor"], self._mapped)
 
 
 def cache_layout(run: Run) -> Layout:

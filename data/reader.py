@@ -1,4 +1,4 @@
-"""Reading one shard: memory maps where its files are plain arrays, Zarr for the rest."""
+"""Reading one shard: memory maps where its files are plain arrays, Blosc chunks from a map, Zarr for remote stores."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import numpy as np
 import zarr
+from numcodecs import Blosc
 from zarr.core.buffer import default_buffer_prototype
 
 from data.codec import ArraySpec
@@ -44,19 +46,19 @@ class ShardReader:
         relative: str,
         files: list[dict[str, Any]],
         specs: Mapping[str, tuple[ArraySpec, int]],
-        mapped: bool,
+        compressor: str,
+        mapped: bool = True,
     ) -> None:
         check_sizes(store, relative, files)
-        self.arrays: dict[str, np.ndarray | zarr.Array] = {}
+        self.arrays: dict[str, np.ndarray | Chunks | zarr.Array] = {}
         folder = inside(store.path, relative) if isinstance(store, Folder) else None
         group = {} if mapped and folder else _open_arrays(store, relative)
         for name, (spec, count) in specs.items():
             if count == 0:
                 self.arrays[name] = np.zeros((0, *spec.shape), spec.dtype)
             elif mapped and folder:
-                self.arrays[name] = _map_sharded(
-                    folder / name / "/".join(["c", "0", *("0" for _ in spec.shape)]), spec, count
-                )
+                path = folder / name / "/".join(["c", "0", *("0" for _ in spec.shape)])
+                self.arrays[name] = (_map_sharded if compressor == "none" else Chunks)(path, spec, count)
             else:
                 self.arrays[name] = group[name]
         for name, dtype in SMALL.items():
@@ -67,8 +69,48 @@ class ShardReader:
         array = self.arrays[name]
         if isinstance(array, np.ndarray):
             np.copyto(out, array[start:stop], casting="no")
+        elif isinstance(array, Chunks):
+            array.copy(start, stop, out)
         else:
             array.get_basic_selection((slice(start, stop),), out=_BUFFER.from_numpy_array(out))
+
+
+class Chunks:
+    """A Zarr shard of Blosc chunks, mapped: a chunk that is wanted whole is decompressed straight to where it goes.
+
+    Raises BadInput when the chunk index is damaged, on reading when a chunk is.
+    """
+
+    def __init__(self, path: Path, spec: ArraySpec, count: int) -> None:
+        self.path, self.spec, self.chunk = path, spec, max(1, min(CHUNK, count))
+        self.body = _map(path, np.dtype("uint8"))
+        size = 16 * -(-count // self.chunk)
+        index = self.body[-size - 4 :].tobytes()
+        if len(index) != size + 4 or google_crc32c.value(index[:size]) != int.from_bytes(index[size:], "little"):
+            raise BadInput(f"{path}: its chunk index is damaged: run `draftmill extract` again")
+        self.places = np.frombuffer(index[:size], "<u8").reshape(-1, 2).tolist()
+
+    def copy(self, start: int, stop: int, out: np.ndarray) -> None:
+        """Entries start..stop into `out`."""
+        at = start
+        while at < stop:
+            number, skip = divmod(at, self.chunk)
+            take = min(self.chunk - skip, stop - at)
+            target = out[at - start : at - start + take]
+            if take == self.chunk and target.flags.c_contiguous:
+                self._decompress(number, target)
+            else:
+                whole = np.empty((self.chunk, *self.spec.shape), self.spec.dtype)
+                self._decompress(number, whole)
+                np.copyto(target, whole[skip : skip + take])
+            at += take
+
+    def _decompress(self, number: int, out: np.ndarray) -> None:
+        offset, size = self.places[number]
+        try:
+            Blosc().decode(self.body[offset : offset + size], out)
+        except (RuntimeError, ValueError) as error:
+            raise BadInput(f"{self.path}: chunk {number} is damaged ({error}): run `draftmill extract` again") from None
 
 
 _BUFFER = default_buffer_prototype().nd_buffer

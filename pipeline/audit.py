@@ -57,9 +57,10 @@ class PartAudit:
             counts = shard["counts"]
             specs = {name: (spec, counts["states"]) for name, spec in self.codec.arrays().items()}
             specs |= {name: (spec, counts["teacher"]) for name, spec in self.teacher.items()}
-            mapped = self.manifest["compressor"] == "none"
+            compressor = self.manifest["compressor"]
             rows = self._rows(first, counts["rows"])
-            yield relative, ShardReader(self.store, relative, shard["files"], specs, mapped), rows
+            files = shard["files"]
+            yield relative, ShardReader(self.store, relative, files, specs, compressor, compressor == "none"), rows
             first += counts["rows"]
 
     def _rows(self, first: int, count: int) -> list[Row]:

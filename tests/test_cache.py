@@ -294,13 +294,26 @@ def test_a_flipped_byte_is_found_by_the_full_check(run, write_cache):
     assert damage(layout, 1) == []
 
 
-def test_a_damaged_chunk_index_is_found_on_reading(run, write_cache):
+@pytest.mark.parametrize("compressor", ["none", "zstd"])
+def test_a_damaged_chunk_index_is_found_on_reading(tmp_path, write_cache, compressor):
+    run = make_run(tmp_path, compressor=compressor)
     write_cache(run)
     path = shard_file(run, "hidden/c/0/0/0")
     body = bytearray(path.read_bytes())
     body[-10] ^= 1
     path.write_bytes(body)
     with pytest.raises(BadInput, match="chunk index"):
+        read_all(run)
+
+
+def test_a_damaged_compressed_chunk_is_named(tmp_path, write_cache):
+    run = make_run(tmp_path, compressor="zstd")
+    write_cache(run)
+    path = shard_file(run, "hidden/c/0/0/0")
+    body = bytearray(path.read_bytes())
+    body[:64] = bytes(64)
+    path.write_bytes(body)
+    with pytest.raises(BadInput, match="chunk 0 is damaged"):
         read_all(run)
 
 

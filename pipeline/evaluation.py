@@ -28,10 +28,10 @@ from typing import Any
 import torch
 
 from data.benchmarks import BenchmarkPrompt, Message
-from data.errors import BadInput
+from data.errors import BadInput, Failure
 from data.settings import Run
 from pipeline import acceptance, lossless
-from pipeline.console import Progress
+from pipeline.console import Progress, say
 from pipeline.decode import Answer, Engine, Prompt, stop_ids
 from pipeline.drafter import Drafter
 from pipeline.sampling import Sampling
@@ -175,10 +175,14 @@ class Evaluation:
         drafted = self._time(engine, prompts, f"{benchmark}: drafted, {subject.name}")
         plain = merged(wave.plain for wave in waves)
         answers = [drafted.answers[prompt.id] for prompt in prompts]
+        numbers = acceptance.summary(answers, groups, subject.block_size, subject.trained_length, self.settings.seed)
         verdict = None
         if self.sampling.greedy:
-            verdict = lossless.check(engine, self.target, prompts, plain.answers, drafted.answers).record()
-        numbers = acceptance.summary(answers, groups, subject.block_size, subject.trained_length, self.settings.seed)
+            try:
+                verdict = lossless.check(engine, self.target, prompts, plain.answers, drafted.answers).record()
+            except Failure:
+                say(f"{benchmark}: acceptance lengths are void, the output is not the target's: {numbers['pooled']}")
+                raise
         validation = compared(numbers, subject)
         return {
             "benchmark": benchmark,

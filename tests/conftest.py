@@ -52,3 +52,17 @@ def tiny_target(tiny_run: Run) -> Target:
     from pipeline.target import load_target
 
     return load_target(tiny_run, "cpu")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that need GPUs are skipped where there are too few."""
+    wanted = {"gpu": 1, "gpu2": 2}
+    if not any(item.get_closest_marker(name) for item in items for name in wanted):
+        return
+    import torch
+
+    count = torch.cuda.device_count()
+    for item in items:
+        for name, least in wanted.items():
+            if item.get_closest_marker(name) and count < least:
+                item.add_marker(pytest.mark.skip(reason=f"needs {least} GPUs, {count} here"))

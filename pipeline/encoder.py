@@ -1,165 +1,143 @@
-"""Text with marked spans into ids with a mask, such that what precedes a span is what the target is served."""
+"""From token ids to encoded states on the device: the truncated target, the codec, and teacher data.
+
+Shapes: B rows, T tokens (right-padded), N states kept of a batch, M teacher entries, K taps, H width.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+import torch
+from torch import Tensor, nn
 
-from data.conversations import Rejected
+from data.codec import ArraySpec, Codec
+from pipeline.head import TargetHead
+from pipeline.target import Taps, Target
+from pipeline.windows import Work
 
-
-@dataclass(frozen=True)
-class Draft:
-    """A row before it is encoded: its text, the supervised `spans` of it (start, end in characters, ascending), and ids
-    that follow the text as they are, int32 [N] with their mask bool [N].
-
-    `finished`: it ends in an end of turn; `turn`: number of the answer that it was cut for when a template rewrites
-    history, None for the whole row; `notes`: what to count.
-    """
-
-    text: str
-    spans: tuple[tuple[int, int], ...]
-    finished: bool
-    turn: int | None = None
-    notes: tuple[str, ...] = ()
-    tail: np.ndarray | None = None
-    tail_mask: np.ndarray | None = None
+LOGIT_ROWS = 1024
+"""States whose logits exist at once."""
 
 
 @dataclass(frozen=True)
-class Rendered:
-    """A row: `ids` int32 [T], `supervised` bool [T], and the rest as in its `Draft`."""
+class Teacher:
+    """What is kept of the target's last layer: `last_hidden`, and the `top_k` likeliest tokens (0: none)."""
 
-    ids: np.ndarray
-    supervised: np.ndarray
-    finished: bool
-    turn: int | None = None
-    notes: tuple[str, ...] = ()
+    last_hidden: bool = False
+    top_k: int = 0
+
+    def __bool__(self) -> bool:
+        return self.last_hidden or self.top_k > 0
+
+    def arrays(self, width: int) -> dict[str, ArraySpec]:
+        """Stored arrays, one entry a taught position: post-norm bf16 states, token ids and their log-probabilities."""
+        specs: dict[str, ArraySpec] = {}
+        if self.last_hidden:
+            specs["last_hidden"] = ArraySpec.of((width,), "uint16")
+        if self.top_k:
+            specs["top_k_ids"] = ArraySpec.of((self.top_k,), "int32")
+            specs["top_k_logprobs"] = ArraySpec.of((self.top_k,), "float16")
+        return specs
 
 
 class Encoder:
-    """A tokenizer at work on rendered text. Nothing is added: the template prints what it wants at the start."""
+    """Token ids to encoded states, on the device.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
-        self.backend = getattr(tokenizer, "backend_tokenizer", None)
-        added = tokenizer.added_tokens_decoder
-        self.specials = {number: token.content for number, token in added.items() if token.special}
-        if tokenizer.eos_token_id is not None:
-            self.specials[tokenizer.eos_token_id] = tokenizer.eos_token
-        self._tails: dict[str, list[int]] = {}
+    Compiled: every decoder layer is the same compiled code with dynamic B and T, so shapes cost no compilation.
+    """
 
-    def encode(self, text: str) -> list[int]:
-        if self.backend is None:
-            return self.tokenizer.encode(text, add_special_tokens=False)
-        return self.backend.encode(text, add_special_tokens=False).ids
+    def __init__(
+        self, target: Target, layer_ids: Sequence[int], codec: Codec, teacher: Teacher, compiled: bool
+    ) -> None:
+        self.teacher, self.device = teacher, target.device
+        self.codec = codec.to(target.device)
+        self.taps = Taps(target, layer_ids, whole=bool(teacher))
+        self.head: TargetHead | None = target.head().to(target.device, target.dtype) if teacher.top_k else None
+        self.encode = self._encode
+        self._plain: list[tuple[nn.Module, str, Any]] = []
+        if compiled:
+            torch._dynamo.config.recompile_limit = 64
+            for layer in self.taps.layers:
+                name = "_old_forward" if hasattr(layer, "_old_forward") else "forward"  # inside a device map's wrapper
+                self._plain.append((layer, name, layer.__dict__.get(name)))
+                setattr(layer, name, torch.compile(getattr(layer, name), dynamic=True))
+            self.encode = torch.compile(self._encode, dynamic=True)
+            self._warm_up()
 
-    def decode(self, ids: Sequence[int], specials: bool = True) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=not specials, clean_up_tokenization_spaces=False)
+    def close(self) -> None:
+        """Leave the target as it was."""
+        self.taps.close()
+        for layer, name, before in self._plain:
+            delattr(layer, name)
+            if before is not None:
+                setattr(layer, name, before)
 
-    @cached_property
-    def pieces_join(self) -> bool:
-        """Whether text can be encoded piece by piece: true for byte-level tokenizers, false for those that put a space
-        in front of what they encode. The pieces are then the ids that are served: a prompt alone, an answer alone."""
-        probes = ["x", " x", "\nx", "\n", "x\n\n", "é", self.tokenizer.eos_token or "x"]
-        return self.backend is not None and all(
-            self.decode(self.encode(a) + self.encode(b)) == a + b for a in probes for b in probes
-        )
+    def _warm_up(self) -> None:
+        """Compile for one row and for several; sizes that no dimension of a model has, lest they be taken for it."""
+        for rows in (3, 1):
+            ids = torch.zeros((rows, 80), dtype=torch.int64, device=self.device)
+            index = torch.arange(37, device=self.device)
+            self(ids, index, index)
 
-    def rendered(self, drafts: Sequence[Draft]) -> list[Rendered | Rejected]:
-        """Encode rows; all at once where the tokenizer allows it, which is faster. A row whose text cannot be cut at a
-        span gives Rejected."""
-        masked = self._joined(drafts) if self.pieces_join else [self._masked(draft) for draft in drafts]
-        return [
-            row if isinstance(row, Rejected) else _row(draft, *row) for draft, row in zip(drafts, masked, strict=True)
-        ]
+    def __call__(self, ids: Tensor, kept: Tensor, taught: Tensor) -> dict[str, Tensor]:
+        """Encoded arrays [N, ...], `amax` [N, K] and teacher arrays [M, ...] of ids [B, T].
 
-    def _joined(self, drafts: Sequence[Draft]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Ids and masks from pieces: the text up to a span, the span, the text between it and the next, ..."""
-        pieces: list[str] = []
-        supervised: list[bool] = []
-        counts: list[int] = []
-        for draft in drafts:
-            before, at = len(pieces), 0
-            for start, end in draft.spans:
-                pieces += (draft.text[at:start], draft.text[start:end])
-                supervised += (False, True)
-                at = end
-            pieces.append(draft.text[at:])
-            supervised.append(False)
-            counts.append(len(pieces) - before)
-        ids = [piece.ids for piece in self.backend.encode_batch_fast(pieces, add_special_tokens=False)]
-        lengths = np.array([len(piece) for piece in ids], np.int64)
-        flat = np.fromiter(chain.from_iterable(ids), np.int32, int(lengths.sum()))
-        mask = np.repeat(np.array(supervised, bool), lengths)
-        ends = np.concatenate([[0], np.cumsum(lengths)])[np.cumsum([0, *counts])].tolist()
-        return [(flat[a:b], mask[a:b]) for a, b in pairwise(ends)]
-
-    def _masked(self, draft: Draft) -> tuple[np.ndarray, np.ndarray] | Rejected:
-        """Ids and mask of the whole text where tokens end at the spans' edges, else of its pieces."""
-        if self.backend is None:
-            return self._cut(draft)
-        encoding = self.backend.encode(draft.text, add_special_tokens=False)
-        mask = np.zeros(len(encoding.ids), bool)
-        for start, end in draft.spans:
-            first, last = encoding.char_to_token(start), encoding.char_to_token(end - 1)
-            if first is None or last is None or not self._clean_cut(draft.text, encoding, first, start):
-                return self._cut(draft)
-            mask[first : last + 1] = True
-        return np.asarray(encoding.ids, np.int32), mask
-
-    def _clean_cut(self, text: str, encoding: Any, first: int, start: int) -> bool:
-        """Whether token `first` begins at `start` and the tokens before it are the prompt's own.
-
-        Special tokens are cut out before anything else is split, so only text since the last of them needs a look.
+        `kept` [N] and `taught` [M] are positions in the flattened batch.
         """
-        if encoding.token_to_chars(first)[0] != start:
-            return False
-        ids = encoding.ids
-        at = first - 1
-        while at >= 0 and ids[at] not in self.specials:
-            at -= 1
-        tail = text[encoding.token_to_chars(at)[0] if at >= 0 else 0 : start]
-        known = self._tails.get(tail)
-        if known is None:
-            known = self.encode(tail)
-            if len(self._tails) < 1000:
-                self._tails[tail] = known
-        return ids[max(at, 0) : first] == known
+        tapped = self.taps(ids)
+        for states in tapped:
+            assert states.shape[:2] == ids.shape, f"a tap gave {tuple(states.shape)} for ids {tuple(ids.shape)}"
+        with torch.inference_mode():
+            return {**self.encode(tapped, kept), **self._teach(taught)}
 
-    def _cut(self, draft: Draft) -> tuple[np.ndarray, np.ndarray] | Rejected:
-        """Ids and mask from pieces, if together they say the same text."""
-        ids: list[int] = []
-        mask: list[bool] = []
-        edges = sorted({0, len(draft.text), *chain.from_iterable(draft.spans)})
-        for start, end in pairwise(edges):
-            piece = self.encode(draft.text[start:end])
-            ids += piece
-            mask += [any(a <= start and end <= b for a, b in draft.spans)] * len(piece)
-        if self.decode(ids) != self.decode(self.encode(draft.text)):
-            return Rejected("boundary", "encoding prompt and answer one by one gives another text")
-        return np.asarray(ids, np.int32), np.asarray(mask, bool)
+    def _encode(self, tapped: list[Tensor], kept: Tensor) -> dict[str, Tensor]:
+        states = torch.stack([layer.flatten(0, 1).index_select(0, kept) for layer in tapped], 1)
+        return {**self.codec.encode(states), "amax": states.abs().amax(-1).float()}
 
+    def _teach(self, taught: Tensor) -> dict[str, Tensor]:
+        if not self.teacher:
+            return {}
+        assert self.taps.last is not None
+        last = self.taps.last.flatten(0, 1).index_select(0, taught)
+        arrays = {"last_hidden": last.bfloat16().view(torch.uint16)} if self.teacher.last_hidden else {}
+        if self.head is not None:
+            best = [self._likeliest(self.head, rows) for rows in last.split(LOGIT_ROWS)]
+            arrays["top_k_logprobs"] = torch.cat([values for values, _ in best]).half()
+            arrays["top_k_ids"] = torch.cat([ids for _, ids in best]).int()
+        return arrays
 
-def _row(draft: Draft, ids: np.ndarray, mask: np.ndarray) -> Rendered:
-    if draft.tail is not None and draft.tail_mask is not None:
-        ids, mask = np.concatenate([ids, draft.tail]), np.concatenate([mask, draft.tail_mask])
-    return Rendered(ids, mask, draft.finished, draft.turn, draft.notes)
+    def _likeliest(self, head: TargetHead, rows: Tensor) -> tuple[Tensor, Tensor]:
+        values, ids = head.logits(rows).float().log_softmax(-1).topk(self.teacher.top_k, dim=-1)
+        return values, ids
 
 
-def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of all that turns text into ids."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    return sha256(backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True))
+def compilations() -> int:
+    """Graphs that Dynamo has compiled in this process, without waking it up."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
 
-def sha256(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+@torch.inference_mode()
+def on_policy(target: Target, works: Sequence[Work]) -> tuple[int, int]:
+    """Of the rows' supervised tokens: how many equal the target's argmax, and how many there are."""
+    hits = total = 0
+    for work in works:
+        ids = torch.from_numpy(np.asarray(work.row.token_ids, np.int64))
+        said = target.logits(ids[None])[0, :-1].argmax(-1).cpu()
+        wanted = torch.from_numpy(np.asarray(work.row.supervised[1:]))
+        hits += int((said[wanted] == ids[1:][wanted]).sum())
+        total += int(wanted.sum())
+    return hits, total
+
+
+def state_sample(target: Target, layer_ids: Sequence[int], works: Sequence[Work]) -> Tensor:
+    """States [N, K, H] on the CPU, of each row on its own: what fitted codecs are fitted to."""
+    taken = []
+    for work in works:
+        ids = torch.from_numpy(np.asarray(work.row.token_ids[: work.run], np.int64))
+        taken.append(target.tap(ids[None], layer_ids)[0, : work.row.states].cpu())
+    return torch.cat(taken)

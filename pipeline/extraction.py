@@ -10,7 +10,6 @@ Shapes: B rows, T tokens (right-padded), N states kept of a batch, M teacher ent
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections import deque
@@ -22,13 +21,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from data.codec import ArraySpec, Codec
+from data.codec import ArraySpec
 from data.errors import Failure
 from data.shard import ShardWriter
-from pipeline.head import TargetHead
-from pipeline.target import Taps, Target
+from pipeline.console import say
+from pipeline.encoder import Encoder, compilations
 from pipeline.windows import Work, batches, padded
 
 SLOTS = 4
@@ -37,101 +36,7 @@ OPEN_WINDOWS = 2
 """Windows whose shards are not durable yet."""
 PUTTERS, FINISHERS = 3, 4
 """Threads that put rows into shards, and that make shards durable."""
-LOGIT_ROWS = 1024
-"""States whose logits exist at once."""
 AMAX = ArraySpec((), np.dtype("float32"), torch.float32)
-
-
-@dataclass(frozen=True)
-class Teacher:
-    """What is kept of the target's last layer: `last_hidden`, and the `top_k` likeliest tokens (0: none)."""
-
-    last_hidden: bool = False
-    top_k: int = 0
-
-    def __bool__(self) -> bool:
-        return self.last_hidden or self.top_k > 0
-
-    def arrays(self, width: int) -> dict[str, ArraySpec]:
-        """Stored arrays, one entry a taught position: post-norm bf16 states, token ids and their log-probabilities."""
-        specs: dict[str, ArraySpec] = {}
-        if self.last_hidden:
-            specs["last_hidden"] = ArraySpec.of((width,), "uint16")
-        if self.top_k:
-            specs["top_k_ids"] = ArraySpec.of((self.top_k,), "int32")
-            specs["top_k_logprobs"] = ArraySpec.of((self.top_k,), "float16")
-        return specs
-
-
-class Encoder:
-    """Token ids to encoded states, on the device.
-
-    Compiled: every decoder layer is the same compiled code with dynamic B and T, so shapes cost no compilation.
-    """
-
-    def __init__(
-        self, target: Target, layer_ids: Sequence[int], codec: Codec, teacher: Teacher, compiled: bool
-    ) -> None:
-        self.teacher, self.device = teacher, target.device
-        self.codec = codec.to(target.device)
-        self.taps = Taps(target, layer_ids, whole=bool(teacher))
-        self.head: TargetHead | None = target.head() if teacher.top_k else None
-        self.encode = self._encode
-        self._plain: list[tuple[nn.Module, str, Any]] = []
-        if compiled:
-            torch._dynamo.config.recompile_limit = 64
-            for layer in self.taps.layers:
-                name = "_old_forward" if hasattr(layer, "_old_forward") else "forward"  # inside a device map's wrapper
-                self._plain.append((layer, name, layer.__dict__.get(name)))
-                setattr(layer, name, torch.compile(getattr(layer, name), dynamic=True))
-            self.encode = torch.compile(self._encode, dynamic=True)
-            self._warm_up()
-
-    def close(self) -> None:
-        """Leave the target as it was."""
-        self.taps.close()
-        for layer, name, before in self._plain:
-            delattr(layer, name)
-            if before is not None:
-                setattr(layer, name, before)
-
-    def _warm_up(self) -> None:
-        """Compile for one row and for several; sizes that no dimension of a model has, lest they be taken for it."""
-        for rows in (3, 1):
-            ids = torch.zeros((rows, 80), dtype=torch.int64, device=self.device)
-            index = torch.arange(37, device=self.device)
-            self(ids, index, index)
-
-    def __call__(self, ids: Tensor, kept: Tensor, taught: Tensor) -> dict[str, Tensor]:
-        """Encoded arrays [N, ...], `amax` [N, K] and teacher arrays [M, ...] of ids [B, T].
-
-        `kept` [N] and `taught` [M] are positions in the flattened batch.
-        """
-        tapped = self.taps(ids)
-        for states in tapped:
-            assert states.shape[:2] == ids.shape, f"a tap gave {tuple(states.shape)} for ids {tuple(ids.shape)}"
-        with torch.inference_mode():
-            return {**self.encode(tapped, kept), **self._teach(taught)}
-
-    def _encode(self, tapped: list[Tensor], kept: Tensor) -> dict[str, Tensor]:
-        states = torch.stack([layer.flatten(0, 1).index_select(0, kept) for layer in tapped], 1)
-        return {**self.codec.encode(states), "amax": states.abs().amax(-1).float()}
-
-    def _teach(self, taught: Tensor) -> dict[str, Tensor]:
-        if not self.teacher:
-            return {}
-        assert self.taps.last is not None
-        last = self.taps.last.flatten(0, 1).index_select(0, taught)
-        arrays = {"last_hidden": last.bfloat16().view(torch.uint16)} if self.teacher.last_hidden else {}
-        if self.head is not None:
-            best = [self._likeliest(self.head, rows) for rows in last.split(LOGIT_ROWS)]
-            arrays["top_k_logprobs"] = torch.cat([values for values, _ in best]).half()
-            arrays["top_k_ids"] = torch.cat([ids for _, ids in best]).int()
-        return arrays
-
-    def _likeliest(self, head: TargetHead, rows: Tensor) -> tuple[Tensor, Tensor]:
-        values, ids = head.logits(rows).float().log_softmax(-1).topk(self.teacher.top_k, dim=-1)
-        return values, ids
 
 
 class Slot:
@@ -390,29 +295,24 @@ def _is_over(event: torch.cuda.Event | None) -> bool:
     return event is None or event.query()
 
 
-def compilations() -> int:
-    """Graphs that Dynamo has compiled in this process, without waking it up."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
+class Meter:
+    """Speed of this attempt, and the share of its time that the device waited for the disk."""
 
+    def __init__(self, extraction: Extraction, name: str) -> None:
+        self.extraction, self.name = extraction, name
+        self.started = time.monotonic()
+        self.before = (extraction.tokens, extraction.padded_tokens, extraction.waited)
 
-@torch.inference_mode()
-def on_policy(target: Target, works: Sequence[Work]) -> tuple[int, int]:
-    """Of the rows' supervised tokens: how many equal the target's argmax, and how many there are."""
-    hits = total = 0
-    for work in works:
-        ids = torch.from_numpy(np.asarray(work.row.token_ids, np.int64))
-        said = target.logits(ids[None])[0, :-1].argmax(-1).cpu()
-        wanted = torch.from_numpy(np.asarray(work.row.supervised[1:]))
-        hits += int((said[wanted] == ids[1:][wanted]).sum())
-        total += int(wanted.sum())
-    return hits, total
+    def note(self) -> str:
+        seconds = max(time.monotonic() - self.started, 1e-9)
+        tokens = self.extraction.tokens - self.before[0]
+        waited = self.extraction.waited - self.before[2]
+        return f"{tokens / seconds:,.0f} tokens/s, waiting for disk: {100 * waited / seconds:.0f} %"
 
-
-def state_sample(target: Target, layer_ids: Sequence[int], works: Sequence[Work]) -> Tensor:
-    """States [N, K, H] on the CPU, of each row on its own: what fitted codecs are fitted to."""
-    taken = []
-    for work in works:
-        ids = torch.from_numpy(np.asarray(work.row.token_ids[: work.run], np.int64))
-        taken.append(target.tap(ids[None], layer_ids)[0, : work.row.states].cpu())
-    return torch.cat(taken)
+    def report(self) -> None:
+        tokens = self.extraction.tokens - self.before[0]
+        padding = self.extraction.padded_tokens - self.before[1] - tokens
+        say(
+            f"extract {self.name}: {tokens:,} tokens, {self.note()}; padding {100 * padding / max(tokens, 1):.1f} %, "
+            f"{len(self.extraction.shapes)} batch shapes, {compilations()} compilations"
+        )

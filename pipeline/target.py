@@ -217,7 +217,7 @@ class Taps:
         self.caught.clear()
         output = self.stack(input_ids=input_ids.to(self.device), use_cache=False)
         if self.whole:
-            self.last = output.last_hidden_state
+            self.last = output.last_hidden_state.to(self.device)
         return [self.caught.pop(i).to(self.device) for i in self.layer_ids]
 
 
@@ -284,4 +284,4 @@ def _ratio(given: Tensor, seen: Tensor, problem: str) -> float:
     ratio = float((given * seen).sum() / (given * given).sum())
     if not torch.allclose(seen, ratio * given, rtol=0.02, atol=0.02 * float(seen.abs().max())):
         raise BadInput(f"target: its {problem}: not supported")
-    return 1.0 if abs(ratio - 1.0) < 2e-3 else float(f"{ratio:.4g}")
+    return 1.0 if abs(ratio - 1.0) < 2e-3 else ratio

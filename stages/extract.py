@@ -28,7 +28,8 @@ from data.shaping import shaping
 
 if TYPE_CHECKING:
     from data.codec import Codec
-    from pipeline.extraction import Extraction, Shard, Teacher
+    from pipeline.encoder import Teacher
+    from pipeline.extraction import Extraction, Meter, Shard
     from pipeline.job import Job
     from pipeline.target import Target
     from pipeline.windows import Window, Work
@@ -73,7 +74,8 @@ class Machine:
         return self._target
 
     def extraction(self, layer_ids: tuple[int, ...], codec: Codec, teacher: Teacher) -> Extraction:
-        from pipeline.extraction import Encoder, Extraction
+        from pipeline.encoder import Encoder
+        from pipeline.extraction import Extraction
 
         if self._extraction is None:
             assert self._target is not None
@@ -120,7 +122,7 @@ class Part:
     def _shape(self) -> dict[str, Any]:
         """What shapes this part, as far as it is known without loading weights."""
         from data.part import cache_settings
-        from pipeline.extraction import Teacher
+        from pipeline.encoder import Teacher
         from pipeline.target import load_config, tap_layers, target_record
 
         config = load_config(self.run)
@@ -201,7 +203,7 @@ class Part:
     def _sample(self, target: Target) -> Any:
         from data.codec import CODECS
         from pipeline.console import say
-        from pipeline.extraction import state_sample
+        from pipeline.encoder import state_sample
 
         first = min(part for part in range(self.run.extract.parts) if self.layout.tokens(part).exists())
         works: list[Work] = []
@@ -218,7 +220,7 @@ class Part:
 
     def _on_policy(self) -> dict[str, Any]:
         from pipeline.console import say
-        from pipeline.extraction import on_policy
+        from pipeline.encoder import on_policy
 
         rows = self.tokens["counts"]["rows"]
         wanted = min(-(-POLICY_ROWS // self.run.extract.parts), -(-rows // 8))
@@ -231,6 +233,7 @@ class Part:
     def _shards(self, body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         """Records of all shards, those of an earlier attempt included."""
         from pipeline.console import Progress
+        from pipeline.extraction import Meter
         from pipeline.windows import Sizes, windows
 
         teacher = sum(spec.nbytes for spec in self.teacher.arrays(self.width).values())
@@ -322,35 +325,6 @@ class Part:
         for record in self.folder.glob("shard-*.json"):
             if record.with_suffix(".zarr").name not in keep:
                 record.unlink()
-
-
-class Meter:
-    """Speed of this attempt, and the share of its time that the device waited for the disk."""
-
-    def __init__(self, extraction: Extraction, name: str) -> None:
-        import time
-
-        self.extraction, self.name = extraction, name
-        self.clock = time.monotonic
-        self.started = self.clock()
-        self.before = (extraction.tokens, extraction.padded_tokens, extraction.waited)
-
-    def note(self) -> str:
-        seconds = max(self.clock() - self.started, 1e-9)
-        tokens = self.extraction.tokens - self.before[0]
-        waited = self.extraction.waited - self.before[2]
-        return f"{tokens / seconds:,.0f} tokens/s, waiting for disk: {100 * waited / seconds:.0f} %"
-
-    def report(self) -> None:
-        from pipeline.console import say
-        from pipeline.extraction import compilations
-
-        tokens = self.extraction.tokens - self.before[0]
-        padding = self.extraction.padded_tokens - self.before[1] - tokens
-        say(
-            f"extract {self.name}: {tokens:,} tokens, {self.note()}; padding {100 * padding / max(tokens, 1):.1f} %, "
-            f"{len(self.extraction.shapes)} batch shapes, {compilations()} compilations"
-        )
 
 
 def check_tokens(run: Run, path: Path, manifest: Mapping[str, Any]) -> None:

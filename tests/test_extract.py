@@ -21,7 +21,7 @@ from data.manifest import read_manifest
 from data.part import damage
 from data.settings import Run
 from data.shard import ShardWriter
-from pipeline.extraction import Encoder, Teacher, compilations
+from pipeline.encoder import Encoder, Teacher, compilations
 from pipeline.head import load_head
 from pipeline.target import Target, load_target
 from pipeline.windows import batches, padded

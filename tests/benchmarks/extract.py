@@ -29,7 +29,7 @@ from data.manifest import file_record, publish, read_manifest
 from data.part import cache_settings
 from data.settings import Run
 from data.tokens import TokenRow, row_hash, write_tokens
-from pipeline.extraction import Teacher, compilations
+from pipeline.encoder import Teacher, compilations
 from pipeline.target import Target, tap_layers
 from stages.extract import Machine, Part
 

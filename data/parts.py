@@ -52,10 +52,10 @@ def read_prompts(path: Path) -> Iterator[Prompt]:
 
 def write_part(
     spills: list[Path], placed: Placed, part: int, parts: int, prompts: Path, tokens: Path | None
-) -> tuple[Accounting, dict[str, str]]:
+) -> tuple[int, Accounting, dict[str, str]]:
     """Write one part's tables; `tokens` None: rows are not answered yet.
 
-    Returns its account and a digest of each table's rows, which does not depend on how Parquet stores them.
+    Returns the part, its account and a digest of each table's rows, which does not depend on how Parquet stores them.
     """
     account = Accounting()
     account.drop(row["reason"] for row in dropped_rows(spills, placed, parts, part))
@@ -77,7 +77,7 @@ def write_part(
             digest_rows(digests[name], table)
     for writer in writers.values():
         writer.close()
-    return account, {name: digest.hexdigest() for name, digest in digests.items()}
+    return part, account, {name: digest.hexdigest() for name, digest in digests.items()}
 
 
 def prompt_table(rows: pa.Table) -> pa.Table:

@@ -5,6 +5,7 @@ Spawned, not forked: tokenizers and Arrow hold threads. Small inputs are prepare
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -35,6 +36,7 @@ def start(run: Run, benchmarks: dict[str, frozenset[int]], threads: int | None =
     if threads is not None:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         pa.set_cpu_count(threads)
+        gc.set_threshold(100_000, 50, 100)  # rows are many small objects without cycles
     from pipeline.target import load_tokenizer
 
     _preparer = Preparer(load_tokenizer(run), run.data, benchmarks)
@@ -48,7 +50,12 @@ def prepare_chunk(chunk: Chunk, path: Path, wanted: str, held_out: bool | float)
     formats: dict[str, int] = {}
     for row in kept:
         formats[row.format] = formats.get(row.format, 0) + 1
-    report = {"name": chunk.name, "formats": formats, "dropped": [asdict(row) for row in dropped]}
+    report = {
+        "name": chunk.name,
+        "rows": len(chunk.rows),
+        "formats": formats,
+        "dropped": [asdict(row) for row in dropped],
+    }
     write_spill(path, spill_table(kept, chunk.name, held_out), report)
     return len(chunk.rows)
 

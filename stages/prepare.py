@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -22,6 +22,13 @@ from data.layout import Layout
 from data.manifest import State, file_record, fingerprint, publish, read_json, write_bytes
 from data.settings import Run, Source, load_run
 from data.shaping import shaping
+
+if TYPE_CHECKING:
+    from data.accounting import Accounting
+    from data.sources import Chunk
+    from data.spill import Placed
+    from pipeline.preparer import Preparer
+    from pipeline.workers import Workers
 
 
 @click.command("prepare")
@@ -52,11 +59,12 @@ class Preparation:
         self.spills = self.folder / ".chunks"
         self.state = State(self.folder / "state.json")
         self.keep = run.data.responses == "keep"
+        self.rows_read = 0
 
-    def make(self, check_stop: Any) -> None:
+    def make(self, check_stop: Callable[[], None]) -> None:
         from data.sources import source_record
         from pipeline.console import say
-        from pipeline.workers import start
+        from pipeline.workers import SMALL, Workers, processes, start
 
         self.benchmarks = benchmark_keys(self.run)
         preparer = start(self.run, self.benchmarks)
@@ -71,8 +79,11 @@ class Preparation:
             self.state.set("done", wanted=self.wanted)
             return
         self.begin()
-        paths = self.prepare_chunks(check_stop)
-        self.publish_parts(paths, preparer, check_stop)
+        head, stream = self.opened()
+        expected = self.expected(head)
+        with Workers(self.run, self.benchmarks, 0 if expected <= SMALL else processes()) as workers:
+            paths = self.prepare_chunks(workers, chain(head, stream), expected, check_stop)
+            self.publish_parts(workers, paths, preparer, check_stop)
         shutil.rmtree(self.spills)
         self.state.set("done", wanted=self.wanted)
 
@@ -101,23 +112,31 @@ class Preparation:
                 if self.keep:
                     self.layout.tokens(part).unlink(missing_ok=True)
 
-    def prepare_chunks(self, check_stop: Any) -> list[Path]:
+    def opened(self) -> tuple[list[Chunk], Iterator[Chunk]]:
+        """The first chunks of the sources, to judge them by, and the others.
+
+        Raises BadInput when there is no row at all.
+        """
+        from data.sources import chunks, label
+
+        stream = chunks(self.sources, self.layout.folder.parent / ".datasets")
+        head = list(islice(stream, 3))
+        if not head:
+            raise BadInput(f"{', '.join(map(label, self.sources))}: no rows; correct data.train")
+        return head, stream
+
+    def prepare_chunks(
+        self, workers: Workers, stream: Iterator[Chunk], expected: int, check_stop: Callable[[], None]
+    ) -> list[Path]:
         """First pass: spill files of all chunks, in the order of the input."""
-        from data.sources import chunks
         from pipeline.console import Progress
-        from pipeline.workers import SMALL, Workers, prepare_chunk, processes
+        from pipeline.workers import prepare_chunk
 
         held_out = self.run.data.validation
-        cache = self.layout.folder.parent / ".datasets"
-        stream = chunks(self.sources, cache)
-        head = list(islice(stream, 3))
-        rows = sum(len(chunk.rows) for chunk in head)
-        if not rows:
-            raise BadInput(f"{', '.join(map(label_of, self.sources))}: no rows; correct data.train")
         paths: list[Path] = []
 
         def tasks() -> Iterator[tuple[Any, ...]]:
-            for chunk in chain(head, stream):
+            for chunk in stream:
                 check_stop()
                 path = self.spills / f"{chunk.number:06d}.arrow"
                 paths.append(path)
@@ -126,17 +145,12 @@ class Preparation:
                     share = held_out if isinstance(held_out, float) else own
                     yield chunk, path, self.sources[chunk.source].format, share
 
-        expected = self.expected(head)
-        count = 0 if expected <= SMALL else processes()
-        with (
-            Workers(self.run, self.benchmarks, count) as workers,
-            Progress(expected, "prepare", unit="rows") as bar,
-        ):
+        with Progress(expected, "prepare", unit="rows") as bar:
             for done in workers.run(prepare_chunk, tasks()):
                 bar.advance(done)
         return paths
 
-    def expected(self, head: list[Any]) -> int:
+    def expected(self, head: list[Chunk]) -> int:
         """Rows to come, guessed from the first chunks and the size of plain JSON lines; exact for small inputs."""
         rows = sum(len(chunk.rows) for chunk in head)
         weight = sum(len(row) + 1 for chunk in head for row in chunk.rows if isinstance(row, bytes))
@@ -144,7 +158,9 @@ class Preparation:
         size = sum(file.stat().st_size for file in files if file.is_file() and file.suffix == ".jsonl")
         return max(rows, round(rows * size / weight)) if weight and len(head) == 3 else rows
 
-    def publish_parts(self, paths: list[Path], preparer: Any, check_stop: Any) -> None:
+    def publish_parts(
+        self, workers: Workers, paths: list[Path], preparer: Preparer, check_stop: Callable[[], None]
+    ) -> None:
         """Second pass: tables and manifests of all parts, after the account has been checked as a whole."""
         from data.accounting import Accounting
         from data.parts import write_part
@@ -155,15 +171,12 @@ class Preparation:
         placed = place(paths, self.parts, share, self.run.data.duplicates == "drop")
         self.check_account(paths, placed)
         total = Accounting()
-        for part in range(self.parts):
+        for part, account, digests in workers.run(write_part, self.part_tasks(paths, placed)):
             check_stop()
-            table, tokens = self.layout.prompts(part).with_suffix(".parquet"), None
-            if self.keep:
-                tokens = self.layout.tokens(part).with_suffix(".parquet")
-            account, digests = write_part(paths, placed, part, self.parts, table, tokens)
             total.add(account)
             for kind, digest in digests.items():
                 self.publish_part(kind, part, account, digest, preparer)
+        assert total.rows_in == self.rows_read, f"{self.rows_read} rows read, {total.rows_in} accounted for"
         repeats = {
             "same_content": placed.same_content,
             "same_prompt": placed.same_prompt,
@@ -180,7 +193,13 @@ class Preparation:
         for name, ids in total.contaminated.items():
             say(f"contamination: {len(ids)} rows ask what benchmark `{name}` asks, first: {', '.join(ids[:3])}")
 
-    def publish_part(self, kind: str, part: int, account: Any, digest: str, preparer: Any) -> None:
+    def part_tasks(self, paths: list[Path], placed: Placed) -> Iterator[tuple[Any, ...]]:
+        """Arguments of `write_part` for every part."""
+        for part in range(self.parts):
+            prompts, tokens = (path(part).with_suffix(".parquet") for path in (self.layout.prompts, self.layout.tokens))
+            yield paths, placed, part, self.parts, prompts, tokens if self.keep else None
+
+    def publish_part(self, kind: str, part: int, account: Accounting, digest: str, preparer: Preparer) -> None:
         from pipeline.examples import example
 
         path = getattr(self.layout, kind)(part)
@@ -198,9 +217,10 @@ class Preparation:
             body["example"] = example(path.with_suffix(".parquet"), preparer.tokenizer)
         publish(path, kind, body)
 
-    def check_account(self, paths: list[Path], placed: Any) -> None:
+    def check_account(self, paths: list[Path], placed: Placed) -> None:
         """List dropped rows, and refuse to go on when nothing or too little is left."""
         from data.parts import dropped_rows
+        from data.sources import label
         from data.spill import read_spill
         from pipeline.console import say
 
@@ -213,6 +233,7 @@ class Preparation:
         kept = sum(int((chunk.part >= 0).sum()) for chunk in placed.chunks)
         for path in paths:
             report = read_spill(path)[1]
+            self.rows_read += report["rows"]
             formats.update({(report["name"], name): count for name, count in report["formats"].items()})
         for (name, form), count in formats.items():
             say(f"{name}: {count} rows of format {form}")
@@ -226,19 +247,13 @@ class Preparation:
             )
         if not kept:
             raise BadInput(
-                f"{label_of(self.sources[0])}: not one row of {dropped} is usable: {why}; each is listed in {listed}"
+                f"{label(self.sources[0])}: not one row of {dropped} is usable: {why}; each is listed in {listed}"
             )
         if dropped > limit * (kept + dropped):
             raise Failure(
                 f"{dropped} of {kept + dropped} rows dropped, more than data.max_dropped {limit:g}: {why}; "
                 f"each is listed in {listed}"
             )
-
-
-def label_of(source: Source) -> str:
-    from data.sources import label
-
-    return label(source)
 
 
 def benchmark_keys(run: Run) -> dict[str, frozenset[int]]:

@@ -65,7 +65,7 @@ def write_rows(path: Path, rows: int) -> None:
             file.write(json.dumps({"id": f"row-{number}", "messages": messages}) + "\n")
 
 
-def encode_rate(run_file: Path, source: Path, count: int = 10000) -> tuple[float, float]:
+def encode_rate(run_file: Path, source: Path, count: int = 4000) -> tuple[float, float]:
     """Rows a second of `encode_batch` on all cores, and tokens a row; in a process of its own."""
     code = f"""
 import json, time
@@ -79,11 +79,11 @@ for line in open({str(source)!r}):
         texts.append(template.text(json.loads(line)["messages"]))
     if len(texts) == {count}:
         break
-template.backend.encode_batch(texts[:200], add_special_tokens=False)
+template.encoder.backend.encode_batch(texts[:200], add_special_tokens=False)
 start = time.perf_counter()
 tokens = 0
 for first in range(0, len(texts), 2000):
-    batch = template.backend.encode_batch(texts[first:first + 2000], add_special_tokens=False)
+    batch = template.encoder.backend.encode_batch(texts[first:first + 2000], add_special_tokens=False)
     tokens += sum(len(row.ids) for row in batch)
 print(len(texts) / (time.perf_counter() - start), tokens / len(texts))
 """

@@ -316,9 +316,12 @@ class Part:
             )
 
     def _sweep(self, keep: set[str]) -> None:
-        """Remove shards of earlier settings, which nothing names any more."""
+        """Remove shards of earlier settings, which nothing names any more, and files that kills cut short."""
         from data.shard import discard
 
+        for left in (*self.folder.glob(".*.tmp"), *self.layout.cache.glob(f".{self.manifest.name}.*.tmp")):
+            if left.is_file():
+                left.unlink()
         for path in self.folder.glob("shard-*.zarr"):
             if path.name not in keep:
                 discard(path)

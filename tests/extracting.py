@@ -73,7 +73,7 @@ def tree(run: Run) -> dict[str, bytes]:
     return {
         path.relative_to(cache).as_posix(): path.read_bytes()
         for path in files
-        if not path.name.endswith(".lock") and path.name != "state.json"
+        if path.suffix not in (".lock", ".tmp") and path.name != "state.json"
     }
 
 

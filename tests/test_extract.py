@@ -115,6 +115,7 @@ def test_teacher_entries_are_the_last_layer_s(new_run: Callable[..., Run], tiny_
         torch.testing.assert_close(torch.from_numpy(out["top_k_logprobs"]).float(), best.values, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.slow
 def test_kill_at_twenty_points_leaves_the_same_bytes(new_run: Callable[..., Run]) -> None:
     run = new_run(rows=12, window_bytes=250_000, shard_bytes=150_000)
     count = calls(run)

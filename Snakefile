@@ -37,6 +37,9 @@ REGENERATE = RUN.data.responses == "regenerate"
 COMMAND = f"{shlex.quote(str(Path(sys.executable).with_name('draftmill')))}"
 FILE = shlex.quote(RUN_FILE)
 GPUS = len(visible())
+# On a cluster there is no number of cores to share out; a job of one there is a Snakemake of its own.
+CLUSTER = workflow.global_resources["_cores"].value is None or not workflow.is_main_process
+NODES = RUN.jobs.nodes
 # Jobs share a terminal: plain lines, no bars.
 os.environ["DRAFTMILL_LINES"] = "1"
 
@@ -69,10 +72,7 @@ def prepared(path):
 
 def share_of_cores(jobs):
     """Cores for one of `jobs` that run side by side: a GPU's share where there are GPUs, else the machine's."""
-    cores = workflow.global_resources["_cores"].value
-    if cores is None:  # a cluster's jobs each have a machine's
-        return RUN.jobs.cpus_per_gpu
-    return max(1, cores // (GPUS or jobs))
+    return RUN.jobs.cpus_per_gpu if CLUSTER else max(1, workflow.cores // (GPUS or jobs))
 
 
 def each(path):
@@ -82,6 +82,24 @@ def each(path):
 
 def drafter_gpus(wildcards):
     return RUN.drafter(wildcards.drafter).gpus
+
+
+def drafter_cores(wildcards):
+    """A drafter on several GPUs takes the cores of each; on several machines `threads` are those of one."""
+    return share_of_cores(len(RUN.drafters)) * (drafter_gpus(wildcards) // NODES if GPUS or CLUSTER else 1)
+
+
+TRAIN = "{COMMAND} train {FILE} --drafter {wildcards.drafter}"
+MACHINES = {}
+if NODES > 1:
+    # One SLURM job over several machines: `mpi` makes the plugin leave `srun` to us, one torchrun a machine.
+    MACHINES = {"nodes": NODES, "tasks": NODES, "tasks_per_gpu": 0, "mpi": "srun"}
+    TRAIN = (
+        "srun --nodes={NODES} --ntasks={NODES} --ntasks-per-node=1 --kill-on-bad-exit=1 sh -c '"
+        + TRAIN
+        + " --nnodes {NODES} --node-rank $SLURM_NODEID"
+        + ' --rdzv-endpoint $(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1):29400\''
+    )
 
 
 wildcard_constraints:
@@ -109,13 +127,13 @@ if RUN.cache.run is None:
             HERE.logs / "prepare" / "prepare.log",
         benchmark:
             HERE.benchmarks / "prepare.tsv"
+        params:
+            settings=shaping(RUN, "prepare"),
         retries: RUN.jobs.retries
         threads: share_of_cores(1)
         resources:
             mem_mb=RUN.jobs.memory_mb,
             runtime=RUN.jobs.runtime_minutes,
-        params:
-            settings=shaping(RUN, "prepare"),
         shell:
             "{COMMAND} prepare {FILE}"
 
@@ -130,14 +148,14 @@ if RUN.cache.run is None:
                 HERE.logs / "regenerate" / "part-{part}.log",
             benchmark:
                 HERE.benchmarks / "regenerate" / "part-{part}.tsv"
+            params:
+                settings=shaping(RUN, "regenerate"),
             retries: RUN.jobs.retries
             threads: share_of_cores(len(PARTS))
             resources:
                 gpu=0 if RUN.data.regenerate.server else RUN.target.gpus,
                 mem_mb=RUN.jobs.memory_mb,
                 runtime=RUN.jobs.runtime_minutes,
-            params:
-                settings=shaping(RUN, "regenerate"),
             shell:
                 "{COMMAND} regenerate {FILE} --part {wildcards.part}"
 
@@ -151,14 +169,14 @@ if RUN.cache.run is None:
             HERE.logs / "extract" / "part-{part}.log",
         benchmark:
             HERE.benchmarks / "extract" / "part-{part}.tsv"
+        params:
+            settings=shaping(RUN, "extract"),
         retries: RUN.jobs.retries
         threads: share_of_cores(len(PARTS))
         resources:
             gpu=RUN.target.gpus,
             mem_mb=RUN.jobs.memory_mb,
             runtime=RUN.jobs.runtime_minutes,
-        params:
-            settings=shaping(RUN, "extract"),
         shell:
             "{COMMAND} extract {FILE} --part {wildcards.part}"
 
@@ -203,16 +221,17 @@ rule train:
         HERE.logs / "train" / "{drafter}.log",
     benchmark:
         HERE.benchmarks / "train" / "{drafter}.tsv"
+    params:
+        settings=lambda wildcards: shaping(RUN, "train", wildcards.drafter),
     retries: RUN.jobs.retries
-    threads: lambda wildcards: share_of_cores(len(RUN.drafters)) * (drafter_gpus(wildcards) if GPUS else 1)
+    threads: drafter_cores
     resources:
+        **MACHINES,
         gpu=drafter_gpus,
         mem_mb=RUN.jobs.memory_mb,
         runtime=RUN.jobs.runtime_minutes,
-    params:
-        settings=lambda wildcards: shaping(RUN, "train", wildcards.drafter),
     shell:
-        "{COMMAND} train {FILE} --drafter {wildcards.drafter}"
+        TRAIN
 
 
 rule eval:
@@ -224,33 +243,40 @@ rule eval:
         HERE.logs / "eval" / "{drafter}.log",
     benchmark:
         HERE.benchmarks / "eval" / "{drafter}.tsv"
+    params:
+        settings=lambda wildcards: shaping(RUN, "eval", wildcards.drafter),
     retries: RUN.jobs.retries
     threads: share_of_cores(len(RUN.drafters))
     resources:
         gpu=RUN.target.gpus,
         mem_mb=RUN.jobs.memory_mb,
         runtime=RUN.jobs.runtime_minutes,
-    params:
-        settings=lambda wildcards: shaping(RUN, "eval", wildcards.drafter),
     shell:
         "{COMMAND} eval {FILE} --drafter {wildcards.drafter}"
 
 
 rule export:
     input:
-        needs(lambda wildcards: HERE.train_manifest(wildcards.drafter)),
+        # The model card shows what evaluation found.
+        needs(
+            lambda wildcards: (
+                HERE.eval_manifest(wildcards.drafter)
+                if RUN.eval.benchmarks
+                else HERE.train_manifest(wildcards.drafter)
+            )
+        ),
     output:
         HERE.export_manifest("{drafter}"),
     log:
         HERE.logs / "export" / "{drafter}.log",
     benchmark:
         HERE.benchmarks / "export" / "{drafter}.tsv"
+    params:
+        settings=lambda wildcards: shaping(RUN, "export", wildcards.drafter),
     retries: RUN.jobs.retries
     resources:
         mem_mb=RUN.jobs.memory_mb,
         runtime=RUN.jobs.runtime_minutes,
-    params:
-        settings=lambda wildcards: shaping(RUN, "export", wildcards.drafter),
     shell:
         "{COMMAND} export {FILE} --drafter {wildcards.drafter}"
 
@@ -267,9 +293,9 @@ rule report:
         HERE.logs / "report" / "report.log",
     benchmark:
         HERE.benchmarks / "report.tsv"
-    retries: RUN.jobs.retries
     params:
         settings=shaping(RUN, "report"),
+    retries: RUN.jobs.retries
     shell:
         "{COMMAND} report {FILE}"
 

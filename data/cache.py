@@ -27,8 +27,10 @@ from data.store import Bucket, Folder, open_store
 
 AGAIN = "run `draftmill extract` again"
 
-MAPPED_SHARDS = 4096
+OPEN_SHARDS = 4096
 """Shards kept open at once; each takes a handful of memory maps, of which Linux allows 65,530 a process."""
+OPEN_BYTES = 4 << 30
+"""Bytes of the shards kept open: mapped pages count as the process's memory, however little it owns of them."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ class Cache:
         self.rows, self._row_ids = _row_table(layout, manifests, self.shards)
         self._mapped = mapped
         self._open: OrderedDict[int, ShardReader] = OrderedDict()
+        self._open_bytes = 0
         self._lock = threading.Lock()
 
     @classmethod
@@ -149,10 +152,14 @@ class Cache:
     def _shard(self, row: int) -> ShardReader:
         number = int(self.rows.shard[row])
         with self._lock:
-            reader = self._open.pop(number, None) or self._open_shard(number)
+            reader = self._open.pop(number, None)
+            if reader is None:
+                reader = self._open_shard(number)
+                self._open_bytes += self.shards[number].counts["bytes"]
             self._open[number] = reader
-            if len(self._open) > MAPPED_SHARDS:
-                self._open.popitem(last=False)
+            while len(self._open) > OPEN_SHARDS or (self._open_bytes > OPEN_BYTES and len(self._open) > 1):
+                oldest, _ = self._open.popitem(last=False)
+                self._open_bytes -= self.shards[oldest].counts["bytes"]
         return reader
 
     def _open_shard(self, number: int) -> ShardReader:

@@ -6,6 +6,7 @@ come from the usual `AWS_*` variables (`AWS_ENDPOINT_URL`, and `AWS_ALLOW_HTTP=t
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,9 @@ class Folder:
 
     def sizes(self, relative: str) -> dict[str, int]:
         """Bytes of every file under `relative`, by path from there."""
-        base = inside(self.path, relative)
-        return {path.relative_to(base).as_posix(): path.stat().st_size for path in base.rglob("*") if path.is_file()}
+        base = str(inside(self.path, relative))
+        paths = (os.path.join(folder, name) for folder, _, names in os.walk(base) for name in names)
+        return {path[len(base) + 1 :].replace(os.sep, "/"): os.path.getsize(path) for path in paths}
 
     def checksum(self, relative: str) -> int:
         """crc32c of a file, every byte read."""

@@ -179,6 +179,15 @@ def test_plain_chunks_lie_on_the_disk_as_the_array_itself(run, write_cache):
     assert not shard.arrays["hidden"].flags.writeable
 
 
+def test_few_shards_stay_open_when_they_are_large(run, write_cache, monkeypatch):
+    rows = write_cache(run)
+    largest = max(shard.counts["bytes"] for shard in Cache.open(run).shards)
+    monkeypatch.setattr("data.cache.OPEN_BYTES", largest)
+    cache = Cache.open(run)
+    assert_reads(cache, rows)
+    assert sum(cache.shards[number].counts["bytes"] for number in cache._open) <= largest
+
+
 def test_threads_read_side_by_side(run, write_cache):
     rows = write_cache(run)
     cache, failures = Cache.open(run), []

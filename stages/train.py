@@ -61,7 +61,7 @@ def _alone(run: Run, name: str, profile: int | None) -> None:
     from pipeline.job import job
 
     with job(run, "train", label=name, gpus=1) as work:
-        from pipeline.trainer import train_drafter
+        from pipeline.training import train_drafter
 
         train_drafter(run, name, work, profile=profile)
 
@@ -73,7 +73,7 @@ def _rank(run: Run, name: str, profile: int | None) -> None:
         import torch
         import torch.distributed as dist
 
-        from pipeline.trainer import train_drafter
+        from pipeline.training import train_drafter
 
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         cuda = work.device.startswith("cuda")
@@ -91,7 +91,7 @@ def _launch(run: Run, run_file: str, name: str, label: str, ranks: int, launch: 
     from pipeline.job import job
 
     with job(run, "train", label=label, gpus=ranks) as work:
-        from pipeline.trainer import check
+        from pipeline.training import check
 
         check(run, name)
         command = [sys.executable, "-m", "torch.distributed.run", *launch, "--nproc-per-node", str(ranks)]

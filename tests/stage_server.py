@@ -6,11 +6,13 @@
 The command runs in a process of its own, whose pid its status file names; that is the one to kill in tests.
 """
 
+import errno
 import json
 import os
 import signal
 import socket
 import sys
+import time
 
 
 def client(path: str, arguments: list[str]) -> int:
@@ -65,11 +67,49 @@ def handle(connection: socket.socket, torch, cli) -> None:
         os.environ.update(call["environment"])
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
         sys.argv = ["draftmill", *call["arguments"]]
+        if "STAGE_FAULT" in os.environ:
+            inject(*os.environ["STAGE_FAULT"].split(":"))
         code = cli.exit_code(call["arguments"])
         sys.stdout.flush()
         os._exit(code)
     code = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
     connection.sendall(str(code if code >= 0 else 128 - code).encode())
+
+
+def inject(fault: str, stage: str, number: str) -> None:
+    """Let one fault happen in `stage`, once in all calls: at the sign of life, or the write, of this number."""
+    from pipeline.job import Job
+
+    mark, left = os.environ["STAGE_FAULT_DONE"], int(number)
+    if sys.argv[1] != stage or os.path.exists(mark):
+        return
+
+    def due() -> bool:
+        nonlocal left
+        left -= 1
+        if left >= 0 or os.path.exists(mark):
+            return False
+        open(mark, "w").close()
+        return True
+
+    beat, fsync = Job.beat, os.fsync
+
+    def faulty_beat(self: Job) -> None:
+        if due():
+            if fault == "memory":
+                raise MemoryError
+            time.sleep(3600)
+        beat(self)
+
+    def faulty_fsync(descriptor: int) -> None:
+        if due():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(descriptor)
+
+    if fault == "disk":
+        os.fsync = faulty_fsync
+    else:
+        Job.beat = faulty_beat
 
 
 if __name__ == "__main__":

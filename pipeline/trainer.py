@@ -23,7 +23,7 @@ from data import settings
 from data.cache import Cache, cache_layout
 from data.errors import BadInput, Failure, Stopped
 from data.layout import Layout
-from data.manifest import State, fingerprint, publish
+from data.manifest import fingerprint
 from data.shaping import shaping
 from pipeline.batches import BatchPlan, BatchShape, Plan, fill
 from pipeline.checkpoint import CheckpointInfo, CheckpointWriter, choose, load_weights, newest_sound
@@ -387,47 +387,3 @@ class Trainer:
             "best": {"step": best.step, "validation": best.meta["validation"]},
             "last": {"step": last.step, "validation": last.meta["validation"]},
         }
-
-
-def check(run: settings.Run, name: str) -> None:
-    """Everything that can be refused before a device is touched. Raises BadInput."""
-    Trainer(run, name, Job("train", name))
-
-
-def train_drafter(
-    run: settings.Run, name: str, work: Job, rank: int = 0, world: int = 1, profile: int | None = None
-) -> None:
-    """Train a drafter to its manifest. Finished work of the same settings is left alone; of others is set aside.
-
-    `profile`: write a profiler trace of that many steps to the drafter's folder.
-    """
-    layout = Layout.of(run)
-    trainer = Trainer(run, name, work, rank, world)
-    trainer.profile = profile
-    state = State(layout.drafter(name) / "state.json")
-    manifest = layout.train_manifest(name)
-    if rank == 0:
-        _set_aside_old(layout, name, state, manifest, trainer.identity)
-        state.set("running", fingerprint=trainer.identity)
-    if world > 1:
-        trainer.host_group = dist.new_group(backend="gloo")
-        dist.barrier(group=trainer.host_group)
-    trainer.train()
-    if rank == 0:
-        publish(manifest, "drafter", trainer.manifest())
-        state.set("done", fingerprint=trainer.identity)
-
-
-def _set_aside_old(layout: Layout, name: str, state: State, manifest: Path, identity: str) -> None:
-    """Move finished or foreign work of this drafter out of the way; a running one of the same settings is resumed."""
-    before = state.read()
-    if not before or (before.get("status") == "running" and before.get("fingerprint") == identity):
-        return
-    if manifest.exists() and before.get("fingerprint") == identity:
-        manifest.unlink()
-    folder = layout.drafter(name)
-    attempt = 1
-    while (aside := folder.with_name(f".{name}.old-{attempt}")).exists():
-        attempt += 1
-    folder.rename(aside)
-    say(f"the earlier work of drafter `{name}` is set aside in {aside}")

@@ -22,7 +22,8 @@ from pipeline.decode import Answer, Engine, Prompt
 from pipeline.job import Job
 from pipeline.sampling import Sampling
 from pipeline.target import load_target
-from pipeline.trainer import Trainer, train_drafter
+from pipeline.trainer import Trainer
+from pipeline.training import train_drafter
 from pipeline.validation import Walker
 from stages.extract import command as extract
 from stages.prepare import command as prepare
@@ -221,7 +222,7 @@ def test_a_torn_checkpoint_is_passed_over(successor: Run, capsys: pytest.Capture
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def test_finished_training_is_left_alone_until_it_is_forced(successor: Run) -> None:
+def test_finished_training_is_left_alone_until_it_is_forced(successor: Run, capsys: pytest.CaptureFixture[str]) -> None:
     run = renamed(successor, "forced", max_steps=3)
     train(run)
     layout = Layout.of(run)
@@ -229,6 +230,8 @@ def test_finished_training_is_left_alone_until_it_is_forced(successor: Run) -> N
     before = manifest.read_bytes()
     first = read_manifest(manifest, "drafter")
     assert first["steps"] == 3
+    train(run)
+    assert "trained and current" in capsys.readouterr().err
     manifest.unlink()
     train(run)
     assert manifest.read_bytes() == before

@@ -1,0 +1,57 @@
+"""A drafter from its settings to its manifest: what is finished is left alone, what is torn is resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from data.layout import Layout
+from data.manifest import State, publish
+from data.settings import Run
+from pipeline.console import say
+from pipeline.job import Job
+from pipeline.trainer import Trainer
+
+
+def check(run: Run, name: str) -> None:
+    """Everything that can be refused before a device is touched. Raises BadInput."""
+    Trainer(run, name, Job("train", name))
+
+
+def train_drafter(run: Run, name: str, work: Job, rank: int = 0, world: int = 1, profile: int | None = None) -> None:
+    """Train drafter `name` on one rank of `world`, to `train.json`.
+
+    Finished work of the same settings is left alone; when its manifest is gone (a forced re-run) or its settings were
+    others, it is set aside. `profile`: write a profiler trace of that many steps to the drafter's folder.
+    """
+    layout = Layout.of(run)
+    trainer = Trainer(run, name, work, rank, world)
+    trainer.profile = profile
+    state = State(layout.drafter(name) / "state.json")
+    manifest = layout.train_manifest(name)
+    before = state.read()
+    if before == {"status": "done", "fingerprint": trainer.identity} and manifest.exists():
+        say(f"drafter `{name}` is trained and current")
+        return
+    if world > 1:
+        trainer.host_group = dist.new_group(backend="gloo")
+        dist.barrier(group=trainer.host_group)  # all have looked before the first changes anything
+    if rank == 0:
+        if before and before != {"status": "running", "fingerprint": trainer.identity}:
+            _set_aside(layout.drafter(name))
+        state.set("running", fingerprint=trainer.identity)
+    if world > 1:
+        dist.barrier(group=trainer.host_group)
+    trainer.train()
+    if rank == 0:
+        publish(manifest, "drafter", trainer.manifest())
+        state.set("done", fingerprint=trainer.identity)
+
+
+def _set_aside(folder: Path) -> None:
+    attempt = 1
+    while (aside := folder.with_name(f".{folder.name}.old-{attempt}")).exists():
+        attempt += 1
+    folder.rename(aside)
+    say(f"the earlier work of drafter `{folder.name}` is set aside in {aside}")

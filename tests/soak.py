@@ -126,11 +126,13 @@ def soak(rounds: int, seed: int, folder: Path, tell: Callable[[str], None]) -> i
     random_ = random.Random(seed)
     with snakemake_server() as snakemake, stage_server(folder) as stages:
 
-        def fresh(name: str) -> Flow:
-            return Flow(folder / name, snakemake, dict(RUN), stages)
+        def fresh() -> Flow:
+            # One place for all rounds: an export names its target by its path.
+            shutil.rmtree(folder / "run", ignore_errors=True)
+            return Flow(folder / "run", snakemake, dict(RUN), stages)
 
         began = time.monotonic()
-        reference = fresh("reference")
+        reference = fresh()
         result = reference()
         if result.code:
             raise SystemExit(f"the undisturbed run failed:\n{result.output[-3000:]}")
@@ -140,21 +142,21 @@ def soak(rounds: int, seed: int, folder: Path, tell: Callable[[str], None]) -> i
 
 
 def _round(
-    fresh: Callable[[str], Flow], number: int, random_: random.Random, seconds: float, wanted: dict[str, str],
+    fresh: Callable[[], Flow], number: int, random_: random.Random, seconds: float, wanted: dict[str, str],
     tell: Callable[[str], None],
 ) -> bool:  # fmt: skip
-    flow = fresh(f"round-{number:02d}")
+    flow = fresh()
     fault = FAULTS[number % len(FAULTS)] if number < len(FAULTS) else random_.choice(FAULTS)
     stage = random_.choice(["prepare", "regenerate", "extract", "train", "eval", "export"])
     began = time.monotonic()
-    codes, text = play(flow, fault, random_.uniform(0.05, 0.9) * seconds, stage)
+    codes, text = play(flow, fault, random_.uniform(0.05, 0.6) * seconds, stage)
     have = digest(flow.run_folder)
     wrong = sorted(name for name in wanted.keys() | have.keys() if wanted.get(name) != have.get(name))
     ok = codes[-1] == 0 and not wrong
     mark, took = "ok " if ok else "BAD", time.monotonic() - began
     tell(f"round {number:2}: {mark} {text}; exits {codes}, {took:.0f} s {wrong[:5]}")
-    if ok:
-        shutil.rmtree(flow.folder)
+    if not ok:
+        shutil.copytree(flow.folder, flow.folder.with_name(f"bad-{number:02d}"), symlinks=True)
     return not ok
 
 

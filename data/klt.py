@@ -80,9 +80,13 @@ class Klt(Codec):
         }
 
     def encode(self, states: Tensor) -> dict[str, Tensor]:
+        rotation = self.tables["rotation"]
+        if states.shape[1:] != (self.layers, self.width) or rotation.shape != (self.layers, self.width, self.width):
+            # Also tells a compiler with dynamic shapes that the number of states alone varies.
+            raise ValueError(f"states {list(states.shape)} or rotation {list(rotation.shape)} do not fit {self.name}")
         channels = self.tables["channels"].expand(len(states), -1, -1)
         quiet = states.scatter(-1, channels, 0.0)
-        groups = rotate(quiet, self.tables["rotation"]).unflatten(-1, (-1, GROUP))
+        groups = rotate(quiet, rotation).unflatten(-1, (-1, GROUP))
         largest = groups.abs().amax(-1)
         peak = upper_bf16(largest.amax(-1).clamp_min(TINY))
         scale = (255 + torch.ceil(STEPS * torch.log2(largest / peak.unsqueeze(-1)))).clamp(0, 255).to(torch.uint8)

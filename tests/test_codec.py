@@ -91,8 +91,8 @@ class TestContract:
         assert torch.equal(compiled(codec.decode)(arrays, (0, 2)), codec.decode(arrays, (0, 2)))
 
 
-def compiled(function, backend="aot_eager"):
-    return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
+def compiled(function):
+    return torch.compile(function, fullgraph=True, dynamic=False, backend="aot_eager")
 
 
 @pytest.mark.gpu
@@ -113,13 +113,14 @@ class TestOnDevice:
         graph.replay()
         assert torch.equal(got, codec.decode(arrays))
 
-    def test_compiled_equals_eager(self, codec):
+    @pytest.mark.parametrize("dynamic", [True, False])
+    def test_compiled_agrees_with_eager(self, codec, dynamic):
         codec = codec.to("cuda")
         states = residual_stream().cuda()
-        arrays = codec.encode(states)
-        for name, array in compiled(codec.encode, "inductor")(states).items():
-            assert torch.equal(array.int(), arrays[name].int()), name
-        assert relative_error(compiled(codec.decode, "inductor")(arrays), codec.decode(arrays)).max() < 1e-2
+        encode, decode = (torch.compile(f, fullgraph=True, dynamic=dynamic) for f in (codec.encode, codec.decode))
+        for count in (STATES, STATES - 19):
+            wanted = codec.decode(codec.encode(states[:count]))
+            assert relative_error(decode(encode(states[:count])), wanted).max() <= codec.error / 2 + 1e-3
 
     def test_encoding_does_not_wait(self, codec):
         codec = codec.to("cuda")
@@ -209,6 +210,11 @@ class TestKlt:
         codec = make_codec("klt6", LAYERS, WIDTH, residual_stream(states))
         got = codec.decode(codec.encode(residual_stream()))
         assert relative_error(got, residual_stream()).max() < 0.3
+
+    def test_states_of_another_shape_are_refused(self):
+        codec = make_codec("klt5", LAYERS, WIDTH, residual_stream())
+        with pytest.raises(ValueError, match="do not fit klt5"):
+            codec.encode(torch.zeros(4, LAYERS + 1, WIDTH))
 
     def test_width_that_groups_do_not_divide_is_refused(self):
         with pytest.raises(BadInput, match="width 32 divides, not 48"):

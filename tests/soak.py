@@ -24,8 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from data.settings import load_run
-from pipeline.journal import statuses
+from pipeline.journal import read_status
 from tests.flow import ROOT, Flow, snakemake_server, stage_server
 
 RUN: dict[str, Any] = {
@@ -48,7 +47,7 @@ RUN: dict[str, Any] = {
         "benchmarks": {"held": {"path": str(ROOT / "data" / "prompts" / "quickstart-eval.jsonl"), "limit": 2}},
         "max_new_tokens": 12, "batch_size": 2, "speed_prompts": 1,
     },
-    "jobs": {"stall_seconds": 8.0, "retries": 1},
+    "jobs": {"stall_seconds": 30.0, "retries": 1},
 }  # fmt: skip
 
 NOTE_PID = "open('snakemake.pid', 'w').write(str(os.getpid()))"
@@ -81,7 +80,8 @@ def disturb(flow: Flow, fault: str, after: float, over: threading.Event) -> str:
     where, name = fault.split(":")
     time.sleep(after)
     while not over.wait(0.02):
-        pids = [job["pid"] for job in statuses(load_run(flow.folder / "run.yaml")) if job["status"] == "running"]
+        jobs = map(read_status, flow.run_folder.glob("logs/*/*.status.json"))
+        pids = [job["pid"] for job in jobs if job.get("status") == "running"]
         if where == "stage" and not pids:
             continue
         snakemake = flow.folder / "snakemake.pid"

@@ -66,9 +66,12 @@ def digest(folder: Path) -> dict[str, str]:
         "drafters/*/checkpoints/*/*.safetensors", "export/*/*.safetensors", "export/*/config.json",
     ):  # fmt: skip
         for path in sorted(folder.glob(pattern)):
-            if path.is_file():
+            # `.base.old-1` is work that a forced re-run has set aside.
+            if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts):
                 found[str(path.relative_to(folder))] = hashlib.sha256(path.read_bytes()).hexdigest()
     for path in sorted(folder.glob("**/*.json")):
+        if any(part.startswith(".") for part in path.relative_to(folder).parts):
+            continue
         body = json.loads(path.read_text())
         if "kind" in body and "fingerprint" in body:
             found[f"{path.relative_to(folder)} fingerprint"] = body["fingerprint"]

@@ -289,12 +289,12 @@ class Step:
     def _frozen(self) -> Iterator[None]:
         """Run steps for their side effects on compilers only: a set `bad` keeps the optimizer still."""
         optimizer = self.optimizer
-        saved = {"bad": optimizer.bad.clone(), "step_count": optimizer.step_count.clone()}
+        moved = [optimizer.bad, optimizer.step_count, *self.sums.values()]
+        saved = [tensor.clone() for tensor in moved]
         optimizer.bad.fill_(0)
         yield
-        optimizer.bad.copy_(saved["bad"])
-        optimizer.step_count.copy_(saved["step_count"])
-        self.take_sums()
+        for tensor, before in zip(moved, saved, strict=True):
+            tensor.copy_(before)
 
     def _capture(self, kinds: list[tuple[str, bool, bool]]) -> None:
         torch.cuda.synchronize()

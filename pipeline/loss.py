@@ -103,25 +103,23 @@ def chunk_gradient(
     `labels` [A, K], -1 invalid. A hit is a label whose logit is the row's largest.
     """
     z, slope = shaped(logits, head)
-    top = z.amax(1, keepdim=True)
-    exp = (z - top).exp()
-    total = exp.sum(1, keepdim=True)
-    flat = labels.reshape(-1)
+    log_q = z.log_softmax(1)
     valid = labels >= 0
-    index = flat.clamp(min=0).long()[:, None]
-    own = z.gather(1, index)
-    log_probability = (own - top - total.log()).view_as(labels)
+    index = labels.reshape(-1, 1).clamp(min=0).long()
+    log_probability = log_q.gather(1, index).view_as(labels)
     weights = slot_weights(rule, decay, log_probability.exp(), valid) * scale
     loss = -(weights * torch.where(valid, log_probability, 0.0)).sum()
-    hits = (own >= top).view_as(labels) & valid
+    hits = (z.gather(1, index) >= z.amax(1, keepdim=True)).view_as(labels) & valid
     columns = torch.arange(z.shape[1], device=z.device)
-    gradient = (exp / total - (columns == index).float()) * weights.view(-1, 1) * slope
+    gradient = log_q.exp_().sub_((columns == index).float()).mul_(weights.view(-1, 1) * slope)
     return loss, hits, narrow(gradient, scale, rule.bound(head), dtype)
 
 
 def shaped(logits: Tensor, head: Shape) -> tuple[Tensor, Tensor | float]:
     """float32 logits after the target's multiplier and soft-cap, and their slope in the raw logits."""
-    z = logits.float() * head.logit_multiplier
+    z = logits.float()
+    if head.logit_multiplier != 1.0:
+        z = z * head.logit_multiplier
     if head.softcap is None:
         return z, head.logit_multiplier
     bounded = torch.tanh(z / head.softcap)

@@ -254,10 +254,7 @@ class Trainer:
 
     def _log(self, done: int, loader: Loader) -> str:
         """Fetch the sums of the interval (the host waits here), look for bad numbers, write a line."""
-        sums = self.step.take_sums()
-        if self.world > 1:
-            for name in ("loss", "hits", "counts"):
-                dist.all_reduce(sums[name])
+        sums = self._over_ranks(self.step.take_sums())
         host = {name: value.cpu().numpy() for name, value in sums.items()}
         self.work.beat()
         self._refuse_bad_numbers()
@@ -283,6 +280,13 @@ class Trainer:
         self._clock(done, loader)
         slots = line["accuracy"]
         return f"loss {line['loss']:.4f}, slot 1 {slots[0]:.2f}, {line['seconds_per_step'] * 1e3:.1f} ms/step"
+
+    def _over_ranks(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Sums of all ranks; the gradient norm is the same on each."""
+        if self.world > 1:
+            for name in ("loss", "hits", "counts"):
+                dist.all_reduce(sums[name])
+        return sums
 
     def _refuse_bad_numbers(self) -> None:
         bad = int(self.optimizer.bad)
@@ -340,8 +344,9 @@ class Trainer:
         return result
 
     def _save(self, done: int, validation: dict[str, Any] | None) -> None:
+        sums = self._over_ranks({name: tensor.clone() for name, tensor in self.step.sums.items()})
         if self.rank == 0:
-            state = self.optimizer.tensors() | {f"sums.{n}": t for n, t in self.step.sums.items()}
+            state = self.optimizer.tensors() | {f"sums.{n}": t for n, t in sums.items()}
             meta = {"fingerprint": self.identity, "validation": validation, "total_steps": self.plan.total_steps}
             self.writer.save(done, self.config, dict(self.drafter.named_parameters()), state, meta)
 
@@ -365,6 +370,8 @@ class Trainer:
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(state[name])
+        if self.rank > 0:  # the first rank carries the sums of all
+            self.step.take_sums()
         if self.step.narrow is not None:
             self.step.narrow.refresh()
 

@@ -93,7 +93,7 @@ CHANGES: list[tuple[str, Any, dict[str, int]]] = [
     ("data.regenerate", {"batch_size": 7}, {}),
     ("data.max_length", 99, WHOLE),
     ("data.template_arguments", {"b": 1, "a": 2}, WHOLE),
-    ("eval.max_new_tokens", 5, {"eval": 2, "report": 1}),
+    ("eval.max_new_tokens", 5, {"eval": 2, "export": 2, "report": 1}),
     ("extract.parts", 3, {**WHOLE, "regenerate": 3, "extract": 3}),
 ]
 
@@ -124,7 +124,7 @@ def test_touching_a_file_changes_nothing_and_editing_it_does(finished: Flow) -> 
 
 @pytest.mark.parametrize(
     ("stage", "again"),
-    [("extract", {"extract": 2, **LATER}), ("train", LATER), ("eval", {"eval": 2, "report": 1})],
+    [("extract", {"extract": 2, **LATER}), ("train", LATER), ("eval", {"eval": 2, "export": 2, "report": 1})],
 )
 def test_forcing_a_stage_runs_it_and_what_follows(finished: Flow, stage: str, again: dict[str, int]) -> None:
     assert finished("--dry-run", "-R", stage).planned == again

@@ -1,0 +1,168 @@
+"""What a person asks about a machine and a run: doctor, status, clean."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from data.layout import Layout
+from data.manifest import publish
+from data.settings import Run, load_run
+from pipeline import devices, preflight
+from pipeline.job import job
+from stages import cli, status
+from tests.flow import run_body
+
+
+@pytest.fixture
+def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(yaml.safe_dump(run_body()))
+    Path("rows.jsonl").write_text("{}\n")
+    return "run.yaml"
+
+
+def make(run: Run, *paths: Path) -> None:
+    for path in paths:
+        publish(path, "cache", {"fingerprint": "f"})
+
+
+def test_status_counts_what_is_done_and_names_the_next_command(
+    run_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = load_run(run_file)
+    layout = Layout.of(run)
+    make(run, *map(layout.prompts, range(2)), layout.tokens(0))
+    assert cli.exit_code(["status", run_file]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "  prepare    done 2/2" in lines
+    assert "  regenerate      1/2" in lines
+    assert lines[-1].startswith(
+        "next: snakemake --cores all --configfile run.yaml    (or by hand: draftmill regenerate"
+    )
+
+
+def test_status_shows_running_and_failed_jobs_with_the_end_of_the_log(
+    run_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = load_run(run_file)
+    with pytest.raises(ZeroDivisionError), job(run, "extract", "part-0001"):
+        raise ZeroDivisionError("ours")
+    with job(run, "extract", "part-0000"):
+        capsys.readouterr()
+        cli.exit_code(["status", run_file])
+        text = capsys.readouterr().out
+    assert f"running extract part-0000 pid {os.getpid()} on cpu" in text
+    assert "failed extract part-0001 (attempt 1): ZeroDivisionError: ours" in text
+    assert "    | ZeroDivisionError: ours" in text
+    assert "next: wait: jobs are at work" in text
+
+
+def test_status_is_json_for_machines(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.exit_code(["status", run_file, "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert body["stages"]["train"] == {"done": 0, "total": 2}
+
+
+def test_ten_thousand_shards_are_counted_in_under_a_second(run_file: str) -> None:
+    Path(run_file).write_text(yaml.safe_dump(run_body(extract={"parts": 200})))
+    run = load_run(run_file)
+    shard = {"name": "shard-00000.zarr", "counts": {"rows": 9, "bytes": 1}, "files": [{"path": "a", "bytes": 1}] * 9}
+    for part in range(200):
+        publish(Layout.of(run).cache_part(part), "cache", {"shards": [shard] * 50})
+    began = time.process_time()
+    state: dict[str, Any] = status.survey(run, run_file)
+    shards = sum(len(json.loads(Layout.of(run).cache_part(p).read_bytes())["shards"]) for p in range(200))
+    assert time.process_time() - began < 1.0
+    assert (state["stages"]["extract"]["done"], shards) == (200, 10_000)
+
+
+def test_clean_shows_sizes_and_deletes_only_when_told(run_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = load_run(run_file)
+    layout = Layout.of(run)
+    make(run, layout.cache_part(0), layout.train_manifest("base"))
+    monkeypatch.setattr("click.confirm", lambda text: False)
+    assert cli.exit_code(["clean", run_file, "--cache"]) == 0
+    assert layout.cache_part(0).exists()
+    assert cli.exit_code(["clean", run_file, "--cache", "--yes"]) == 0
+    assert not layout.cache.exists()
+    assert layout.train_manifest("base").exists()
+
+
+def test_clean_keeps_the_best_and_the_last_checkpoint(run_file: str) -> None:
+    layout = Layout.of(load_run(run_file))
+    for name in ("base", "wide"):
+        for step in (1, 2, 3, 4):
+            make(load_run(run_file), layout.checkpoints(name) / f"step-{step:06d}" / "meta.json")
+    publish(layout.train_manifest("base"), "drafter", {"best": {"step": 2}, "last": {"step": 4}})
+    assert cli.exit_code(["clean", run_file, "--checkpoints", "--yes"]) == 0
+    left = {name: sorted(path.name for path in layout.checkpoints(name).iterdir()) for name in ("base", "wide")}
+    assert left["base"] == ["step-000002", "step-000004"]
+    assert len(left["wide"]) == 4, "not trained to the end: it resumes from them"
+
+
+def test_clean_leaves_a_run_at_work_alone(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = load_run(run_file)
+    with job(run, "extract", "part-0000"):
+        assert cli.exit_code(["clean", run_file, "--all", "--yes"]) == 2
+    assert "is at work" in capsys.readouterr().err
+    assert run.folder.exists()
+
+
+def test_clean_wants_to_know_what(run_file: str) -> None:
+    assert cli.exit_code(["clean", run_file]) == 2
+    assert cli.exit_code(["clean", run_file, "--cache", "--all"]) == 2
+
+
+def test_doctor_is_a_table_or_json(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(devices, "describe", list)
+    monkeypatch.setattr(devices, "visible", list)
+    assert cli.exit_code(["doctor", "--json"]) == 0
+    checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)}
+    assert {"python", "torch", "gpu", "memory", "disk"} <= set(checks)
+    assert checks["gpu"]["status"] == "warning"
+    assert all(check["remedy"] for check in checks.values() if check["status"] == "failure")
+
+
+def test_doctor_fails_on_files_that_are_not_there(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("rows.jsonl").unlink()
+    assert cli.exit_code(["doctor", run_file, "--json"]) == 1
+    found = [check for check in json.loads(capsys.readouterr().out) if check["name"] == "file"]
+    assert found[0]["found"] == "rows.jsonl does not exist"
+
+
+@pytest.mark.parametrize(
+    ("used", "capability", "status_", "text"),
+    [
+        (1 << 30, (9, 0), "ok", "capability 9.0"),
+        (50 << 30, (9, 0), "warning", "by pids 77"),
+        (1 << 30, (7, 5), "warning", "no bfloat16"),
+        (1 << 30, (8, 0), "ok", "no float8 products"),
+    ],
+)
+def test_doctor_judges_devices(
+    used: int, capability: tuple[int, int], status_: str, text: str,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(devices, "LOCKS", tmp_path)
+    device = devices.Device("GPU-1", "H200", 100 << 30, used, capability, (77,))
+    found = preflight._device(device, 0.1, usable=True)
+    assert found.status == status_
+    assert text in found.found
+    assert "hidden by CUDA_VISIBLE_DEVICES" in preflight._device(device, 0.1, usable=False).found
+
+
+def test_a_cpu_build_of_torch_on_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "installed", lambda name: "2.13.0+cpu")
+    preflight.require_torch_build(devices.Lease(()))
+    with pytest.raises(Exception, match="CPU build on a machine with GPUs"):
+        preflight.require_torch_build(devices.Lease(("GPU-1",)))

@@ -31,7 +31,7 @@ except BadInput as error:
     raise WorkflowError(str(error)) from None
 
 HERE = Layout.of(RUN)
-CACHE = HERE if RUN.cache.run is None else Layout(Path(RUN.root) / RUN.cache.run)
+CACHE = Layout.of_cache(RUN)
 PARTS = range(RUN.extract.parts)
 REGENERATE = RUN.data.responses == "regenerate"
 COMMAND = f"{shlex.quote(str(Path(sys.executable).with_name('draftmill')))}"

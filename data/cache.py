@@ -175,7 +175,7 @@ class Cache:
 
 def cache_layout(run: Run) -> Layout:
     """Layout of the run whose cache `run` reads: its own, or `cache.from`."""
-    return Layout.of(run) if run.cache.run is None else Layout(Path(run.root) / run.cache.run)
+    return Layout.of_cache(run)
 
 
 def check_settings(path: Path, manifest: Mapping[str, Any], run: Run) -> None:

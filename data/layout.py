@@ -22,6 +22,11 @@ class Layout:
     def of(cls, run: Run) -> Layout:
         return cls(run.folder)
 
+    @classmethod
+    def of_cache(cls, run: Run) -> Layout:
+        """Layout of the run whose cache `run` reads: its own, or `cache.from`."""
+        return cls.of(run) if run.cache.run is None else cls(Path(run.root) / run.cache.run)
+
     @property
     def targets(self) -> Path:
         """Target weights that were downloaded, made or converted once, for all runs under this root."""

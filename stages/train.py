@@ -39,6 +39,7 @@ def command(
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Layout.of(run).compiled.resolve()))
     if nnodes > 1 and rdzv_endpoint is None:
         raise BadInput("--nnodes needs --rdzv-endpoint HOST:PORT of the first machine")
+    _require_cache(run)
     for drafter in [name] if name else run.drafters:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             _rank(run, drafter, profile)
@@ -55,6 +56,14 @@ def command(
             launch = ["--nnodes", str(nnodes), "--node-rank", str(node_rank), *endpoint]
             label = drafter if nnodes == 1 else f"{drafter}.node{node_rank}"
             _launch(run, run_file, drafter, label, gpus // nnodes, launch)
+
+
+def _require_cache(run: Run) -> None:
+    """Refuse a cache that is not there before torch is loaded: what is in it is checked after."""
+    for part in range(run.extract.parts):
+        path = Layout.of_cache(run).cache_part(part)
+        if not path.exists():
+            raise BadInput(f"{path} does not exist: run `draftmill extract` first")
 
 
 def _alone(run: Run, name: str, profile: int | None) -> None:

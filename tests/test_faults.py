@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from tests.flow import ROOT, Flow, run_body, snakemake_server, stage_server
-from tests.soak import soak
 
 
 def processor_seconds(arguments: list[str], folder: Path) -> tuple[float, subprocess.CompletedProcess[str]]:
@@ -50,10 +49,3 @@ def test_a_failed_stage_shows_the_end_of_its_log_in_the_flow(tmp_path: Path) -> 
     assert "failed prepare" in result.output
     assert "    log: runs/x/logs/prepare/prepare-001.log" in result.output
     assert "    | " in result.output
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_three_rounds_of_the_soak_end_right(tmp_path: Path) -> None:
-    """All thirty: `python -m tests.soak`."""
-    assert soak(3, 5, tmp_path, print) == 0

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -23,6 +23,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template, rend
 
 from data.conversations import Rejected
 from data.errors import BadInput
+from pipeline.beginnings import beginnings, reads_in_order
 from pipeline.encoding import Draft, Encoder, Rendered, sha256, tokenizer_hash
 from pipeline.thinking import THINKING, literal_thinking, without_thinking
 
@@ -81,11 +82,28 @@ class Template:
         with refusals():
             return self._compiled(bool(tools)).render(
                 messages=list(map(with_thinking_names, messages)),
-                tools=list(tools) or None,
-                documents=None,
                 add_generation_prompt=prompt,
-                **self._values,
+                **self._shared(tools),
             )
+
+    def _shared(self, tools: Sequence[Any]) -> dict[str, Any]:
+        return {"tools": list(tools) or None, "documents": None, **self._values}
+
+    def texts(self, messages: Messages, tools: Sequence[Any] = ()) -> Callable[[int, bool], str]:
+        """`f(n, prompt)` is `text(messages[:n], tools, prompt)`: rendered when asked for, or two renderings for all
+        where the template reads in order.
+        """
+        compiled, found = self._compiled(bool(tools)), None
+        if self.in_order[bool(tools)]:
+            with suppress(Rejected), refusals():  # what is refused on the way is refused again, in the order of turns
+                found = beginnings(compiled, list(map(with_thinking_names, messages)), self._shared(tools))
+        return found or (lambda count, prompt: self.text(messages[:count], tools, prompt))
+
+    @cached_property
+    def in_order(self) -> dict[bool, bool]:
+        """Whether the template reads in order, without and with tools."""
+        sources = {False: self.source, True: self.tokenizer.get_chat_template(tools=[{}])}
+        return {tools: reads_in_order(self._compiled(tools).environment.parse(sources[tools])) for tools in sources}
 
     def marked_text(self, messages: Messages, tools: Sequence[Any] = ()) -> tuple[str, list[tuple[int, int]]]:
         """Rendered conversation, and the spans that the template marks as generated.
@@ -219,20 +237,20 @@ class Template:
         if GENERATION.search(self.source):
             found = self._marked(messages, tools, places)
         else:
-            numbered = list(enumerate(places))
-            found = [self._located(messages, tools, i, number) for number, i in numbered[-1 if last else 0 :]]
+            texts = self.texts(messages[: places[-1] + 1], tools)
+            numbered = list(enumerate(places))[-1 if last else 0 :]
+            found = [self._located(messages[i], texts(i, True), texts(i + 1, False), number) for number, i in numbered]
         require_rendered(messages[: places[-1]], found[-1].text)
         return found[-1:] if last else found
 
-    def _located(self, messages: Messages, tools: Sequence[Any], place: int, number: int) -> Answer:
-        before = self.text(messages[:place], tools, prompt=True)
-        text = self.text(messages[: place + 1], tools)
-        thinking = literal_thinking(messages[place])
+    def _located(self, message: Mapping[str, Any], before: str, text: str, number: int) -> Answer:
+        """The answer `message` in the text rendered up to it, which the prompt `before` must begin."""
+        thinking = literal_thinking(message)
         if thinking and thinking.strip() not in text:
-            text = self._as_generated(messages[place]["content"], before, text)
+            text = self._as_generated(message["content"], before, text)
         if not text.startswith(before):
             raise Rejected("prompt_not_prefix", f"answer {number}: ...{before[-60:]!r}")
-        require_answer(messages[place], text[len(before) :])
+        require_answer(message, text[len(before) :])
         body, end = self._end_of_turn(text, len(before), len(text))
         return Answer(text, len(before), body, end, number)
 

@@ -22,7 +22,6 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ from pipeline import acceptance, lossless
 from pipeline.console import Progress, say
 from pipeline.decode import Answer, Engine, Prompt, stop_ids
 from pipeline.drafter import Drafter
+from pipeline.journal import installed
 from pipeline.sampling import Sampling
 from pipeline.target import Target
 from pipeline.template import render_prompt, template_of
@@ -263,7 +263,7 @@ class Evaluation:
             "target": dict(target),
             "template": dict(template),
             "prompt": {"id": first.id, "ids": list(first.ids), "text": self.target.tokenizer.decode(first.ids)},
-            "versions": {"python": platform.python_version()} | {package: version(package) for package in PACKAGES},
+            "versions": {"python": platform.python_version()} | {package: installed(package) for package in PACKAGES},
             "device": name,
             "dtype": str(self.target.dtype).removeprefix("torch."),
             "sampling": asdict(self.sampling),

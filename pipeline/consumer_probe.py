@@ -1,11 +1,15 @@
-"""Loads an export with one other program's own code and says what came out. Runs alone, in a fresh process:
+"""Loads exports with other programs' own code and says what came out. Runs alone, in a fresh process:
 
-    python pipeline/consumer_probe.py CONSUMER JOBS.json     -> one JSON line on stdout
+    python pipeline/consumer_probe.py JOBS.json     -> one JSON line on stdout, `{consumer: {"version", "answers"}}`
 
-It imports nothing of draftmill, so that it also runs in an environment that has only the consumer. A job is
-`{"kind": "logits", "export": DIR, "case": FILE}` or `{"kind": "generate", "export", "target", "prompts",
-"max_new_tokens", "stop"}`. A case holds `taps` [T, K * H], `anchors` [N], `blocks` [N, B, H] (embedded slots) and
-`rows` [R, H] (rows of the LM head); the answer goes to `FILE.CONSUMER` as `logits` [N, B - 1, R].
+It imports nothing of draftmill, so that it also runs in an environment that has only the consumers. Torch and
+transformers, which take seconds to import, are imported once; then each consumer gets a fork of its own, so that none
+sees what another one imported or patched, and one that crashes takes nobody along.
+
+JOBS.json maps consumers to lists of jobs. A job is `{"kind": "logits", "export": DIR, "case": FILE}`, `{"kind":
+"generate", "export", "target", "prompts", "max_new_tokens", "stop"}` or `{"kind": "skip"}`. A case holds `taps`
+[T, K * H], `anchors` [N], `blocks` [N, B, H] (embedded slots) and `rows` [R, H] (rows of the LM head); the answer goes
+to `FILE.CONSUMER` as `logits` [N, B - 1, R].
 """
 
 from __future__ import annotations
@@ -19,12 +23,61 @@ import time
 from pathlib import Path
 from typing import Any
 
+PACKAGES = {"autoconfig": "transformers"}
+"""Where the package is named otherwise than the consumer."""
 
-def main(consumer: str, jobs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Version of the consumer and one answer a job; `version` is None where it is not installed."""
-    package = {"autoconfig": "transformers"}.get(consumer, consumer)
-    if importlib.util.find_spec(package) is None:
-        return {"version": None, "answers": []}
+
+def main(plan: dict[str, list[dict[str, Any]]], scratch: str) -> dict[str, Any]:
+    """Version of each consumer and one answer a job; `version` is None where it is not installed.
+
+    Files whose names begin with `scratch` are written.
+    """
+    packages = {consumer: PACKAGES.get(consumer, consumer) for consumer in plan}
+    here = {consumer for consumer, package in packages.items() if importlib.util.find_spec(package) is not None}
+    if here:
+        _import_what_all_need()
+    running = {
+        consumer: _fork(consumer, jobs, f"{scratch}.{consumer}") for consumer, jobs in plan.items() if consumer in here
+    }
+    told: dict[str, Any] = {consumer: {"version": None, "answers": []} for consumer in plan}
+    for consumer, child in running.items():
+        answers = _result(child, f"{scratch}.{consumer}", len(plan[consumer]))
+        told[consumer] = {"version": importlib.metadata.version(packages[consumer]), "answers": answers}
+    return told
+
+
+def _import_what_all_need() -> None:
+    try:
+        import torch  # noqa: F401
+        from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel  # noqa: F401
+        from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
+    except ImportError:  # the consumers that need it say so themselves
+        pass
+
+
+def _fork(consumer: str, jobs: list[dict[str, Any]], out: str) -> int:
+    """Answer in a child process, whose own output goes to `OUT.log` and whose answers go to `OUT`."""
+    child = os.fork()
+    if child:
+        return child
+    log = os.open(f"{out}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    try:
+        Path(out).write_text(json.dumps(_answers(consumer, jobs)))
+    finally:
+        os._exit(not Path(out).exists())
+
+
+def _result(child: int, out: str, jobs: int) -> list[dict[str, Any]]:
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code == 0:
+        return json.loads(Path(out).read_text())
+    said = " ".join(Path(f"{out}.log").read_text(errors="replace").split())[-300:]
+    return [{"error": f"its process ended with {code}: {said}"}] * jobs
+
+
+def _answers(consumer: str, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     run = {"dflash": _torch_model, "specforge": _torch_model, "speculators": _torch_model}.get(consumer, _config_only)
     answers: list[dict[str, Any]] = []
     for job in jobs:
@@ -32,7 +85,7 @@ def main(consumer: str, jobs: list[dict[str, Any]]) -> dict[str, Any]:
             answers.append({} if job["kind"] == "skip" else run(consumer, job))
         except Exception as error:  # whatever another program's loader raises is its answer
             answers.append({"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"})
-    return {"version": importlib.metadata.version(package), "answers": answers}
+    return answers
 
 
 def _torch_model(consumer: str, job: dict[str, Any]) -> dict[str, Any]:
@@ -203,5 +256,5 @@ def _sglang(folder: str) -> dict[str, Any]:
 if __name__ == "__main__":
     sys.path[0] = ""  # not this file's folder: its module names are not the consumers'
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    answer = json.dumps(main(sys.argv[1], json.loads(Path(sys.argv[2]).read_text())))
+    answer = json.dumps(main(json.loads(Path(sys.argv[1]).read_text()), sys.argv[1]))
     print(f"\n{answer}", flush=True)

@@ -1,4 +1,4 @@
-"""Does everybody else read an export as the trainer does? Each consumer answers in a fresh process of its own.
+"""Does everybody else read an export as the trainer does? Each consumer answers in a process of its own.
 
 Logits of one small batch are computed here, by the trainer's forward in float32, and by each consumer's own model
 code; where the arithmetic is the same they are equal bit for bit. Consumers without a CPU model (vLLM, SGLang) are
@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ def check_exports(
     consumers: Iterable[str] = CONSUMERS,
     tolerance: float = 0.0,
 ) -> dict[Path, list[Verdict]]:
-    """Verdicts by folder, one process a consumer for all folders.
+    """Verdicts by folder, in the order of `consumers`.
 
     `head` embeds the blocks (None: random rows, for a target that is not at hand). Logits may differ by `tolerance`.
     """
@@ -73,12 +73,8 @@ def check_exports(
         cases = [Path(scratch) / f"{index}.safetensors" for index in range(len(exports))]
         expected = [make_case(export, head, case) for export, case in zip(exports, cases, strict=True)]
         verdicts: dict[Path, list[Verdict]] = {export.path: [] for export in exports}
-        running = {
-            name: _start(name, [_job(name, e, c) for e, c in zip(exports, cases, strict=True)], python, Path(scratch))
-            for name in consumers
-        }
-        for name, process in running.items():
-            answer = _finish(process)
+        jobs = {name: [_job(name, e, c) for e, c in zip(exports, cases, strict=True)] for name in consumers}
+        for name, answer in ask(jobs, python).items():
             for index, export in enumerate(exports):
                 found = _judge(name, answer, index, export, cases[index], expected[index], tolerance)
                 verdicts[export.path].append(found)
@@ -90,10 +86,21 @@ def _job(consumer: str, export: Checkpoint, case: Path) -> dict[str, Any]:
     return {"kind": kind, "export": str(export.path.resolve()), "case": str(case)}
 
 
-def ask(consumer: str, jobs: list[dict[str, Any]], python: str = sys.executable) -> dict[str, Any]:
-    """One consumer's answers to jobs of `pipeline/consumer_probe.py`, from a fresh process."""
+def ask(jobs: Mapping[str, list[dict[str, Any]]], python: str = sys.executable) -> dict[str, Any]:
+    """Every consumer's answers to its jobs, both as in `pipeline/consumer_probe.py`.
+
+    Raises Failure when the interpreter itself ends badly; a consumer that does so only spoils its own answers.
+    """
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory() as scratch:
-        return _finish(_start(consumer, jobs, python, Path(scratch)))
+        listing = Path(scratch) / "jobs.json"
+        listing.write_text(json.dumps(jobs))
+        command = [python, consumer_probe.__file__, str(listing)]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=scratch, check=False)
+    if done.returncode or not done.stdout.strip():
+        tail = " ".join(done.stderr.split())[-400:]
+        raise Failure(f"the check's process ended with {done.returncode}: {tail}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def make_case(export: Checkpoint, head: TargetHead | None, path: Path) -> Tensor:
@@ -143,24 +150,6 @@ def random_head(vocabulary: int, width: int) -> TargetHead:
     rows = torch.randn(min(vocabulary, HEAD_ROWS), width, generator=torch.Generator().manual_seed(1)) / math.sqrt(width)
     rows = torch.cat((rows, rows[:1].expand(max(vocabulary - HEAD_ROWS, 0), width)))
     return TargetHead(rows, rows)
-
-
-def _start(consumer: str, jobs: list[dict[str, Any]], python: str, scratch: Path) -> subprocess.Popen[str]:
-    listing = scratch / f"{consumer}.jobs.json"
-    listing.write_text(json.dumps(jobs))
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
-    command = [python, consumer_probe.__file__, consumer, str(listing)]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=scratch
-    )
-
-
-def _finish(process: subprocess.Popen[str]) -> dict[str, Any]:
-    output, errors = process.communicate()
-    if process.returncode or not output.strip():
-        tail = " ".join(errors.split())[-400:]
-        raise Failure(f"the check's process ended with {process.returncode}: {tail}")
-    return json.loads(output.strip().splitlines()[-1])
 
 
 def _judge(

@@ -97,12 +97,24 @@ def trained(
 
 
 @pytest.fixture(scope="session")
-def asked(exports: dict[str, Path], trained: dict[bool, dict[str, Any]], python: str) -> tuple[Any, Any]:
-    """All consumers' verdicts, and dflash's generations: at once, since each process imports for ten seconds."""
-    with ThreadPoolExecutor() as pool:
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A place for packages with an `sglang` whose import ends the process."""
+    folder = tmp_path_factory.mktemp("broken")
+    for name in ("sglang", "sglang-0.5.23.dist-info"):
+        (folder / name).mkdir()
+    (folder / "sglang" / "__init__.py").write_text("import os\nprint('no kernels', flush=True)\nos._exit(3)\n")
+    (folder / "sglang-0.5.23.dist-info" / "METADATA").write_text("Name: sglang\nVersion: 0.5.23\n")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def asked(exports: dict[str, Path], trained: dict[bool, dict[str, Any]], python: str, broken: Path) -> tuple[Any, Any]:
+    """All consumers' verdicts, and dflash's generations: at once, since each process imports for seconds."""
+    with ThreadPoolExecutor() as pool, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(broken))
         judged = pool.submit(check_exports, list(exports.values()), None, python)
-        generated = pool.submit(ask, "dflash", list(trained.values()), python)
-        return judged.result(), generated.result()
+        generated = pool.submit(ask, {"dflash": list(trained.values())}, python)
+        return judged.result(), generated.result()["dflash"]
 
 
 @pytest.fixture(scope="session")
@@ -142,12 +154,17 @@ def test_transformers_keeps_every_number_of_the_configuration(verdicts: Verdicts
 def test_other_forms_are_identical_where_they_are_read(verdicts: Verdicts, case: str, readers: tuple[str, ...]) -> None:
     compared = {name: verdict.difference for name, verdict in verdicts[case].items() if verdict.difference is not None}
     assert compared == dict.fromkeys(readers, 0.0)
-    assert not any(verdict.failed for verdict in verdicts[case].values())
+    assert not any(verdict.failed for name, verdict in verdicts[case].items() if name != "sglang")
 
 
 def test_a_consumer_that_is_not_installed_is_said_to_be_absent(verdicts: Verdicts) -> None:
     assert set(verdicts["tied-4"]) == set(CONSUMERS)
     assert verdicts["tied-4"]["vllm"] == Verdict("vllm", None, note="not installed")
+
+
+def test_a_consumer_that_crashes_takes_no_other_along(verdicts: Verdicts) -> None:
+    crashed = Verdict("sglang", "0.5.23", problem="its process ended with 3: no kernels")
+    assert verdicts["tied-4"]["sglang"] == verdicts["zlab"]["sglang"] == crashed
 
 
 @pytest.mark.parametrize("tied", [True, False])

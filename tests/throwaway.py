@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -34,7 +34,7 @@ def consumer_python() -> Path:
     """The environment's interpreter, made on a machine's first call; skips the test where PyPI is out of reach."""
     site = sysconfig.get_paths()["purelib"]
     key = hashlib.sha256(repr((ALONE, WITH_DEPENDENCIES, site, sys.version)).encode()).hexdigest()[:16]
-    base = Path(os.environ.get("DRAFTMILL_TEST_CACHE", tempfile.gettempdir())) / f"draftmill-consumers-{os.getuid()}"
+    base = cache_folder() / "consumers"
     folder = base / key
     base.mkdir(parents=True, exist_ok=True)
     with (base / f"{key}.lock").open("w") as lock:
@@ -46,16 +46,24 @@ def consumer_python() -> Path:
     return folder / "bin" / "python"
 
 
+def cache_folder() -> Path:
+    """What tests keep on a machine between runs: DRAFTMILL_TEST_CACHE, or a folder in the user's cache folder."""
+    own = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("DRAFTMILL_TEST_CACHE") or Path(own) / "draftmill-tests")
+
+
 def _make(folder: Path, site: str) -> None:
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    """An environment without a pip of its own: that of the environment behind it does, where there is one."""
     python = folder / "bin" / "python"
-    own = subprocess.check_output(
-        [python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"], text=True
-    )
-    (Path(own.strip()) / "behind.pth").write_text(f"{site}\n")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    where = [python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"]
+    own = Path(subprocess.check_output(where, text=True).strip())
+    (own / "behind.pth").write_text(f"{site}\n")
+    if importlib.util.find_spec("pip") is None:
+        subprocess.run([python, "-m", "ensurepip"], check=True, capture_output=True)
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-compile"]
     for options in (["--no-deps", *ALONE], WITH_DEPENDENCIES):
-        command = [python, "-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check", *options]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run([*pip, *options], capture_output=True, text=True, check=False)
         if done.returncode and any(text in done.stderr for text in UNREACHABLE):
             pytest.skip("PyPI is out of reach: speculators, dflash and specforge cannot be installed")
         assert done.returncode == 0, done.stderr

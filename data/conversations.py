@@ -18,6 +18,7 @@ Message = dict[str, Any]
 REASONS = {
     "not_json": "the line is not JSON",
     "not_utf8": "the text is not valid Unicode",
+    "not_plain": "a value that JSON cannot hold: a date, bytes, or nesting without end",
     "not_an_object": "the row is not an object with fields",
     "unknown_format": "none of the known fields is there",
     "wrong_format": "the fields of the format that was asked for are not there, or have the wrong types",
@@ -148,7 +149,7 @@ def normalise(record: Any, wanted: str = "auto") -> Conversation:
             "wrong_format", f"format {name} needs {shape.needs}; fields: {', '.join(map(str, record))[:200]}"
         )
     conversation = replace(shape.read(record), row_id=row_id(record), finished=finished(record))
-    require_unicode(conversation)
+    require_plain(conversation)
     return conversation
 
 
@@ -168,12 +169,14 @@ def finished(record: Mapping[str, Any]) -> bool | None:
     return {"stop": True, "length": False}.get(str(record.get("finish_reason")))
 
 
-def require_unicode(conversation: Conversation) -> None:
-    """Refuse lone surrogates, which no tokenizer or file can hold."""
+def require_plain(conversation: Conversation) -> None:
+    """Refuse what no file can hold: lone surrogates, dates and bytes out of tables, nesting without end."""
     try:
         (conversation.record + (conversation.row_id or "")).encode()
     except UnicodeEncodeError as error:
         raise Rejected("not_utf8", str(error)[:200]) from None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise Rejected("not_plain", str(error)[:200]) from None
 
 
 def with_system(conversation: Conversation, prompt: str | None) -> Conversation:
@@ -345,12 +348,12 @@ def from_prompt_response(record: Mapping[str, Any]) -> Conversation:
 
 
 def from_alpaca(record: Mapping[str, Any]) -> Conversation:
-    more = record.get("input")
+    more, answer = pick(record, CONTEXTS), pick(record, ANSWERS)
     prompt = record["instruction"] + (f"\n\n{more}" if isinstance(more, str) and more.strip() else "")
-    turns = [turn for pair in record.get("history") or () for turn in alternate(sequence(pair))]
+    turns = [turn for pair in sequence(record.get("history") or ()) for turn in alternate(sequence(pair))]
     turns.append({"role": "user", "content": prompt})
-    if record.get("output") is not None:
-        turns.append({"role": "assistant", "content": record["output"]})
+    if answer is not None:
+        turns.append({"role": "assistant", "content": answer})
     return from_messages({**record, "messages": turns})
 
 
@@ -411,6 +414,9 @@ TOKEN_IDS = ("token_ids", "input_ids")
 MASKS = ("supervised", "loss_mask", "assistant_masks", "assistant_mask")
 PROMPTS = ("prompt", "question", "query", "problem")
 RESPONSES = ("response", "completion", "answer", "solution", "output")
+CONTEXTS = ("input", "context")
+ANSWERS = ("output", "response", "completion", "answer")
+"""Alpaca's fields and those of its kin, which name the input and the output otherwise."""
 
 FORMATS: dict[str, Format] = {
     "token_ids": Format("token_ids or input_ids", lambda r: pick(r, TOKEN_IDS) is not None, from_token_ids),

@@ -26,6 +26,8 @@ ROWS_PER_CHUNK = 2000
 """Rows that are prepared, and resumed, together. A change makes unfinished work start over."""
 BYTES_PER_CHUNK = 16 << 20
 """Text after which a chunk is closed early: bounds memory when rows are long."""
+ROWS_PER_BATCH = 128
+"""Rows of a Parquet file that are decoded together."""
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv", ".txt")
 BLOCK = 1 << 20
 
@@ -72,12 +74,23 @@ def grouped(rows: Iterable[Raw], size: int) -> Iterator[list[Raw]]:
     weight = 0
     for row in rows:
         group.append(row)
-        weight += len(row) if isinstance(row, bytes) else 0
+        weight += weight_of(row)
         if len(group) == size or weight >= BYTES_PER_CHUNK:
             yield group
             group, weight = [], 0
     if group:
         yield group
+
+
+def weight_of(value: Any) -> int:
+    """About how many bytes a value fills as text; of a list of numbers, by its length."""
+    if isinstance(value, bytes | str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(weight_of, value.values()))
+    if isinstance(value, list):
+        return 8 * len(value) if value and isinstance(value[0], int) else sum(map(weight_of, value))
+    return 8
 
 
 def decode(row: Raw) -> Any:
@@ -257,7 +270,7 @@ def parquet_rows(path: Path) -> Iterator[Raw]:
         raise BadInput(f"{path}: a compressed Parquet file: decompress it first (Parquet compresses by itself)")
     try:
         with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(1024):
+            for batch in file.iter_batches(ROWS_PER_BATCH):
                 yield from batch.to_pylist()
     except pa.ArrowException as error:
         raise BadInput(f"{path}: not a readable Parquet file ({error}): repair or replace it") from None

@@ -11,7 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -125,9 +125,10 @@ def piece_id(row_id: str, turn: int) -> str:
 def place(paths: list[Path], parts: int, share: float, drop_duplicates: bool) -> Placed:
     """Final ids, parts and validation marks of all rows, in the order of the input. `share`: part held out by id.
 
-    A row without an id is called content digest + "-" + occurrence number; a repeated id gets "#" + its number.
+    A row without an id is called content digest + "-" + occurrence number; a repeated id gets "#" + its number. An id
+    that another row has been given this way gets one more number: no two rows share an id.
     """
-    ids, contents, prompts = Seen(), Seen(), Seen()
+    ids, contents, prompts, finals = Seen(), Seen(), Seen(), Seen()
     placed = Placed([])
     asked_held_out = []
     for path in paths:
@@ -139,7 +140,7 @@ def place(paths: list[Path], parts: int, share: float, drop_duplicates: bool) ->
         placed.same_content += int((again > 0).sum())
         placed.same_prompt += int((prompts.occurrences(hashes["prompt_hash"][main]) > 0).sum())
         number = ids.occurrences(hashes["id_hash"][main])[home]
-        placement = _placement(table, hashes["id_hash"], number, parts, share)
+        placement = _placement(table, hashes["id_hash"], number, parts, share, finals)
         if drop_duplicates:
             placement.part[again[home] > 0] = -1
         placed.chunks.append(placement)
@@ -148,7 +149,9 @@ def place(paths: list[Path], parts: int, share: float, drop_duplicates: bool) ->
     return placed
 
 
-def _placement(table: pa.Table, hashes: np.ndarray, number: np.ndarray, parts: int, share: float) -> Placement:
+def _placement(
+    table: pa.Table, hashes: np.ndarray, number: np.ndarray, parts: int, share: float, finals: Seen
+) -> Placement:
     held_out = table["held_out"].to_numpy(zero_copy_only=False).copy()
     turns = table["turn"].to_numpy()
     own = table["own_id"].to_numpy(zero_copy_only=False)
@@ -161,7 +164,16 @@ def _placement(table: pa.Table, hashes: np.ndarray, number: np.ndarray, parts: i
             held_out[at] = held_out[at] if share == 0.0 else in_validation(row_id, share)
         renamed[at] = piece_id(row_id, int(turns[at]))
         final[at] = row_hash(renamed[at])
+    for at in np.flatnonzero(finals.occurrences(final)).tolist():
+        renamed[at] = _unused(renamed.get(at) or table["row_id"][at].as_py(), finals)
+        final[at] = row_hash(renamed[at])
     return Placement((final % np.uint64(parts)).astype(np.int32), final, held_out, renamed)
+
+
+def _unused(row_id: str, finals: Seen) -> str:
+    """The id with the first number that makes it no other row's, which is then taken."""
+    names = (f"{row_id}#{number}" for number in count(1))
+    return next(name for name in names if not finals.occurrences(np.array([row_hash(name)], np.uint64))[0])
 
 
 def _trained_prompts(paths: list[Path], placed: Placed, held_out: np.ndarray) -> int:
@@ -199,6 +211,6 @@ def bucket_rows(paths: list[Path], placed: Placed, part: int, low: int, high: in
 
 def buckets(size: int, target: int) -> Iterator[tuple[int, int]]:
     """Ranges of 64-bit hashes that cut `size` bytes into pieces of about `target`."""
-    count = max(1, -(-size // target))
-    edges = [(1 << 64) * i // count for i in range(count + 1)]
+    pieces = max(1, -(-size // target))
+    edges = [(1 << 64) * i // pieces for i in range(pieces + 1)]
     yield from pairwise(edges)

@@ -308,7 +308,15 @@ def refusals() -> Iterator[None]:
     """What a template raises, in its own words, as a reason to drop the row."""
     try:
         yield
-    except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+    except (
+        TemplateError,
+        TypeError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
         raise Rejected("template_error", " ".join(str(error).split())[:200]) from None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import datetime
 import gzip
 import json
 from pathlib import Path
@@ -14,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+import data.sources
 from data.conversations import REASONS, Conversation, Rejected, detect, normalise, with_system
 from data.errors import BadInput
 from data.settings import Source
@@ -37,6 +39,7 @@ def rows_of(path: Path, **more: Any) -> list[Any]:
         ({"question": "hi", "answer": "hello"}, "prompt_response"),
         ({"prompt": [USER], "completion": [ASSISTANT]}, "prompt_response"),
         ({"instruction": "hi", "input": "", "output": "hello"}, "alpaca"),
+        ({"instruction": "hi", "context": None, "response": "hello", "category": "x"}, "alpaca"),
         ({"messages": json.dumps(TURNS)}, "messages"),
         (
             {"messages": [USER, {"role": "assistant", "content": [{"type": "text", "text": "hel"}, {"text": "lo"}]}]},
@@ -106,6 +109,17 @@ def test_a_conversation_survives_its_own_text() -> None:
     assert Conversation.loads("a", made.record) == made
 
 
+DAY = datetime.date(2020, 2, 29)
+
+
+def endless(depth: int) -> dict[str, Any]:
+    """Objects in objects."""
+    inner: dict[str, Any] = {}
+    for _ in range(depth):
+        inner = {"a": inner}
+    return inner
+
+
 ODD: list[tuple[Any, str]] = [
     ([], "not_an_object"),
     ("text", "not_an_object"),
@@ -128,6 +142,10 @@ ODD: list[tuple[Any, str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "odd"}]}, ASSISTANT]}, "unknown_part"),
     ({"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {}}]}]}, "bad_tool_call"),
     ({"messages": [{"role": "user", "content": "\ud800"}, ASSISTANT]}, "not_utf8"),
+    ({"messages": [USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"d": DAY}}]}]}, "not_plain"),
+    ({"messages": [USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": b"x"}]}]}, "not_plain"),
+    ({"messages": [*TURNS], "tools": [{"name": "f", "parameters": endless(3000)}]}, "not_plain"),
+    ({"instruction": "hi", "output": "hello", "history": "cut"}, "wrong_format"),
     ({"token_ids": []}, "empty"),
     ({"token_ids": [1, -2]}, "bad_token_ids"),
     ({"token_ids": [1, 2.5]}, "bad_token_ids"),
@@ -200,6 +218,16 @@ def test_saved_datasets_with_splits(tmp_path: Path) -> None:
     assert rows_of(tmp_path / "saved", split="test") == [{"text": "a"}]
     with pytest.raises(BadInput, match="no split `dev`; it has: train, test"):
         rows_of(tmp_path / "saved", split="dev")
+
+
+def test_long_rows_of_tables_close_a_chunk_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data.sources, "BYTES_PER_CHUNK", 10_000)
+    texts = pa.table({"text": ["x" * 4000] * 10})
+    tokens = pa.table({"messages": [[{"role": "user", "content": "x" * 900}] * 4] * 7, "token_ids": [[1] * 100] * 7})
+    pq.write_table(texts, tmp_path / "a.parquet")
+    pq.write_table(tokens, tmp_path / "b.parquet")
+    source = Source(path=str(tmp_path))
+    assert [len(chunk.rows) for chunk in chunks([source], tmp_path)] == [3, 3, 3, 1, 3, 3, 1]
 
 
 def test_folders_are_read_in_the_order_of_names(tmp_path: Path) -> None:

@@ -134,6 +134,7 @@ BAD: list[tuple[Any, str]] = [
     ({"id": "apart", "token_ids": [1, 2, 3], "supervised": [1, 0, 1]}, "too_few_supervised"),
     ({"id": "no-ids", "messages": chat()["messages"], "response_ids": []}, "empty_answer"),
     (chat("\ud800", id="surrogate"), "not_utf8"),
+    (chat(id="\udfff"), "not_utf8"),
 ]
 
 
@@ -211,6 +212,17 @@ def test_rows_without_id_and_repeated_ids_stay_apart(run_of: MakeRun) -> None:
     assert account(run)["repeats"] == {"same_content": 1, "same_prompt": 4, "validation_prompts_trained_on": 0}
 
 
+def test_no_two_rows_share_an_id(run_of: MakeRun) -> None:
+    names = ["a", "a#1", "a", "a#1", "a", "a#2", "b#1", "b", "b"]
+    path, run = run_of([chat(f"answer {i}.", id=name) for i, name in enumerate(names)])
+    prepare(path)
+    ids = [row.row_id for row in tokens_of(run)]
+    assert len(set(ids)) == len(names)
+    assert {"a", "a#1", "a#2", "b", "b#1"} <= set(ids)
+    prompts = read_manifest(Layout.of(run).prompts(0), "prompts")["counts"]["kept"]
+    assert prompts == sum(row_hash(name) % 3 == 0 for name in ids)
+
+
 def test_duplicates_can_be_dropped(run_of: MakeRun) -> None:
     path, run = run_of([chat("same."), chat("same."), chat("same.", id="named")], {"duplicates": "drop"})
     prepare(path)
@@ -274,6 +286,19 @@ def test_a_second_run_changes_nothing_and_other_settings_do(run_of: MakeRun) -> 
     _, run = run_of(rows, {"supervise": "last"})
     prepare(path)
     assert snapshot(run) != first
+
+
+def test_the_manifest_of_the_whole_comes_back_when_only_that_is_gone(run_of: MakeRun) -> None:
+    """Snakemake deletes it, because a person forces the stage or because it was killed; parts say nothing of that."""
+    path, run = run_of([chat(f"answer {i}.", id=f"row-{i}") for i in range(10)])
+    prepare(path)
+    whole = snapshot(run)
+    for status in ("done", "running"):
+        state = json.loads((Layout.of(run).prepared.parent / "state.json").read_text())
+        (Layout.of(run).prepared.parent / "state.json").write_text(json.dumps({**state, "status": status}))
+        Layout.of(run).prepared.unlink()
+        prepare(path)
+        assert snapshot(run) == whole
 
 
 def test_several_processes_and_resume_give_the_same_bytes(run_of: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,6 +185,16 @@ def test_a_mask_that_cannot_be_derived_is_refused(kind: str, messages: list[dict
         template_of(kind).rows(messages)
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "marked"])
+def test_arguments_that_no_template_can_print_refuse_the_row(kind: str) -> None:
+    inner: dict[str, Any] = {}
+    for _ in range(5000):
+        inner = {"a": inner}
+    call = {"type": "function", "function": {"name": "f", "arguments": inner}}
+    with pytest.raises(Rejected, match="template_error|answer_not_rendered"):
+        template_of(kind).rows([ASK, {**SAY, "tool_calls": [call]}])
+
+
 def test_answer_ids_are_used_as_they_are() -> None:
     template = template_of("chatml")
     odd = np.array([*map(ord, "th"), tokenizer_of("chatml").eos_token_id], np.int32)

@@ -9,12 +9,15 @@
 import os
 import shlex
 import sys
+import time
+from base64 import urlsafe_b64encode
 from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
 
 from data.errors import BadInput
 from data.layout import Layout
+from data.manifest import SINCE
 from data.settings import load_run
 from data.shaping import benchmark_files, shaping, source_files
 from pipeline.devices import visible
@@ -40,8 +43,23 @@ GPUS = len(visible())
 # On a cluster there is no number of cores to share out; a job of one there is a Snakemake of its own.
 CLUSTER = workflow.global_resources["_cores"].value is None or not workflow.is_main_process
 NODES = RUN.jobs.nodes
+BEGAN = time.time()
 # Jobs share a terminal: plain lines, no bars.
 os.environ["DRAFTMILL_LINES"] = "1"
+
+
+def since():
+    """When this work began, in seconds since the epoch: now, or with jobs that a killed Snakemake left. Snakemake keeps
+    a mark of each, named after its output. What `-R` and its like force was done before this call."""
+    settings = workflow.dag_settings
+    if settings.forcerun or settings.forceall or settings.forcetargets:
+        return BEGAN
+    outputs = [HERE.prepared, *each(HERE.tokens), *each(HERE.cache_part)]
+    outputs += [path(name) for name in RUN.drafters for path in (HERE.train_manifest, HERE.eval_manifest)]
+    names = {urlsafe_b64encode(bytes(path)).decode() for path in outputs}
+    marks = Path(".snakemake/incomplete").rglob("*")
+    left = [mark for mark in marks if "".join(mark.parts[2:]).replace("@", "") in names]
+    return min((mark.stat().st_mtime for mark in left), default=BEGAN)
 
 
 def needs(*paths):
@@ -50,6 +68,9 @@ def needs(*paths):
     def inputs(wildcards):
         # Manifests are whole or absent, so what a killed Snakemake left is never half of one: no --rerun-incomplete.
         workflow.dag_settings.force_incomplete = True
+        # Work done since then is nobody's to force: a stage puts its manifest back, should Snakemake have deleted it.
+        if SINCE not in os.environ:
+            os.environ[SINCE] = str(since())
         # A touched file of any size is compared by content before anything runs again.
         workflow.dag.max_checksum_file_size = 1 << 50
         # Without a limit Snakemake does not count GPUs at all. A cluster counts its own.

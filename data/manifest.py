@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import google_crc32c
 
@@ -145,10 +145,16 @@ class understood:  # noqa: N801 (used like a function)
             raise BadInput(f"{self.path}: damaged, or not one of ours ({what}): {self.remedy}") from error
 
 
-class State:
-    """`state.json` beside a stage's work: *running*, or *done* (written after the manifest).
+SINCE = "DRAFTMILL_SINCE"
+"""Environment variable: when Snakemake's work began, in seconds since the epoch. Without it nothing is put back."""
 
-    Manifest gone and state done: somebody forced a re-run. State running: an interrupted run to resume.
+
+class State:
+    """`state.json` beside a stage's work: *running*, or *done* (written after the manifest, with a copy of it).
+
+    State running: an interrupted run to resume. Manifest gone and state done: somebody forced a re-run. But work that
+    was done after Snakemake began cannot be what was to be forced: an orphan of a killed Snakemake did it, or a job
+    whose end Snakemake missed, and Snakemake deleted the manifest to try again. `recover` puts it back.
     """
 
     def __init__(self, path: Path) -> None:
@@ -157,8 +163,24 @@ class State:
     def read(self) -> dict[str, Any]:
         return read_json(self.path, "delete it to start over") if self.path.exists() else {}
 
-    def set(self, status: Literal["running", "done"], **more: Any) -> None:
-        write_json(self.path, {"status": status, **more})
+    def running(self, **more: Any) -> None:
+        write_json(self.path, {"status": "running", **more})
+
+    def done(self, manifest: Path, **more: Any) -> None:
+        """The work is finished, and `manifest` published."""
+        write_json(self.path, {"status": "done", "manifest": read_json(manifest, "make it again"), **more})
+
+    def recover(self, manifest: Path) -> bool:
+        """Put a manifest back that was deleted although nobody forced a re-run, before anything else is looked at.
+
+        Gives back whether it did.
+        """
+        body = self.read()
+        lost = body.get("status") == "done" and "manifest" in body and not manifest.exists()
+        if lost and self.path.stat().st_mtime > float(os.environ.get(SINCE, "inf")):
+            write_json(manifest, body["manifest"])
+            return True
+        return False
 
     def forced(self, manifest: Path) -> bool:
         """True when finished work has lost its manifest: set the old work aside and start over."""

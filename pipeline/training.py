@@ -15,8 +15,13 @@ from pipeline.trainer import Trainer
 
 
 def check(run: Run, name: str) -> None:
-    """Everything that can be refused before a device is touched. Raises BadInput."""
+    """Before ranks start: refuse what needs no device (raises BadInput), and let all ranks see the same manifest."""
     Trainer(run, name, Job("train", name))
+    _state(run, name).recover(Layout.of(run).train_manifest(name))
+
+
+def _state(run: Run, name: str) -> State:
+    return State(Layout.of(run).drafter(name) / "state.json")
 
 
 def train_drafter(run: Run, name: str, work: Job, rank: int = 0, world: int = 1, profile: int | None = None) -> None:
@@ -28,9 +33,10 @@ def train_drafter(run: Run, name: str, work: Job, rank: int = 0, world: int = 1,
     layout = Layout.of(run)
     trainer = Trainer(run, name, work, rank, world)
     trainer.profile = profile
-    state = State(layout.drafter(name) / "state.json")
-    manifest = layout.train_manifest(name)
-    before = state.read()
+    state, manifest = _state(run, name), layout.train_manifest(name)
+    if world == 1:
+        state.recover(manifest)
+    before = {name: value for name, value in state.read().items() if name in ("status", "fingerprint")}
     if before == {"status": "done", "fingerprint": trainer.identity} and manifest.exists():
         say(f"drafter `{name}` is trained and current")
         return
@@ -40,13 +46,13 @@ def train_drafter(run: Run, name: str, work: Job, rank: int = 0, world: int = 1,
     if rank == 0:
         if before and before != {"status": "running", "fingerprint": trainer.identity}:
             _set_aside(layout.drafter(name))
-        state.set("running", fingerprint=trainer.identity)
+        state.running(fingerprint=trainer.identity)
     if world > 1:
         dist.barrier(group=trainer.host_group)
     trainer.train()
     if rank == 0:
         publish(manifest, "drafter", trainer.manifest())
-        state.set("done", fingerprint=trainer.identity)
+        state.done(manifest, fingerprint=trainer.identity)
 
 
 def _set_aside(folder: Path) -> None:

@@ -225,10 +225,10 @@ class Folder:
         prompts = {name: [[prompt.id, prompt.turns] for prompt in prompts] for name, prompts in benchmarks.items()}
         settings = shaping(run, "eval", plan.name)
         self.identity = fingerprint([settings, dict(plan.inputs), request.block_size, request.limit, prompts])
-        state = State(self.path / "state.json")
-        self.resumed = state.read().get("status") == "running"
-        self.state = state
-        state.set("running", fingerprint=self.identity)
+        self.state = State(self.path / "state.json")
+        self.resumed = self.state.recover(self.manifest) or self.state.read().get("status") == "running"
+        self.state.running(fingerprint=self.identity)
+        self.manifest.unlink(missing_ok=True)
 
     def file(self, benchmark: str, checkpoint: str) -> Path:
         """`gsm8k.json`, or `gsm8k@step-000400.json` when several checkpoints are measured."""
@@ -264,7 +264,7 @@ class Folder:
             "files": [file_record(file, self.path) for file in files],
         }
         publish(self.manifest, "eval", body)
-        self.state.set("done", fingerprint=self.identity)
+        self.state.done(self.manifest, fingerprint=self.identity)
 
 
 def result(body: Mapping[str, Any], file: str) -> dict[str, Any]:

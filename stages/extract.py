@@ -103,13 +103,14 @@ class Part:
     def make(self) -> None:
         from data.part import publish_part
 
+        self.state.recover(self.manifest)
         shaped = self._shape()
         if self._current(shaped):
-            self.state.set("done")
+            self.state.done(self.manifest)
             return
         if self.state.forced(self.manifest):
             shutil.rmtree(self.folder)
-        self.state.set("running")
+        self.state.running()
         self.manifest.unlink(missing_ok=True)
         self._check_table()
         body = self._body(shaped)
@@ -117,7 +118,7 @@ class Part:
         records = self._shards(body)
         self._sweep({record["name"] for record in records})
         publish_part(self.layout, self.part, {**body, "on_policy": on_policy}, records)
-        self.state.set("done")
+        self.state.done(self.manifest)
 
     def _shape(self) -> dict[str, Any]:
         """What shapes this part, as far as it is known without loading weights."""

@@ -74,9 +74,10 @@ class Preparation:
             "tokenizer": template_or_tokenizer(preparer),
         }
         self.wanted = fingerprint(self.shape)
-        if all(self.current(part) for part in range(self.parts)):
+        self.state.recover(self.layout.prepared)
+        if made_from(self.layout.prepared) == self.wanted and all(map(self.current, range(self.parts))):
             say("prepare: all parts are there and current")
-            self.state.set("done", wanted=self.wanted)
+            self.finish()
             return
         self.begin()
         head, stream = self.opened()
@@ -84,8 +85,11 @@ class Preparation:
         with Workers(self.run, self.benchmarks, 0 if expected <= SMALL else processes()) as workers:
             paths = self.prepare_chunks(workers, chain(head, stream), expected, check_stop)
             self.publish_parts(workers, paths, preparer, check_stop)
-        shutil.rmtree(self.spills)
-        self.state.set("done", wanted=self.wanted)
+        self.finish()
+
+    def finish(self) -> None:
+        self.state.done(self.layout.prepared, wanted=self.wanted)
+        shutil.rmtree(self.spills, ignore_errors=True)
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -95,17 +99,15 @@ class Preparation:
     def current(self, part: int) -> bool:
         """Whether a part's manifests are there and made from what this run says."""
         manifests = [self.layout.prompts(part)] + [self.layout.tokens(part)] * self.keep
-        return all(
-            path.exists() and read_json(path, "delete it and prepare again").get("made_from") == self.wanted
-            for path in manifests
-        )
+        return all(made_from(path) == self.wanted for path in manifests)
 
     def begin(self) -> None:
         """Resume work that was made from the same input; set anything else aside."""
         known = self.state.read()
         if known.get("status") != "running" or known.get("wanted") != self.wanted:
             shutil.rmtree(self.spills, ignore_errors=True)
-        self.state.set("running", wanted=self.wanted)
+        self.state.running(wanted=self.wanted)
+        self.layout.prepared.unlink(missing_ok=True)
         for part in range(self.parts):
             if not self.current(part):
                 self.layout.prompts(part).unlink(missing_ok=True)
@@ -183,7 +185,7 @@ class Preparation:
             "validation_prompts_trained_on": placed.trained_prompt,
         }
         publish(
-            self.folder / "accounting.json",
+            self.layout.prepared,
             "accounting",
             {**total.body(), "repeats": repeats, "made_from": self.wanted},
         )
@@ -254,6 +256,11 @@ class Preparation:
                 f"{dropped} of {kept + dropped} rows dropped, more than data.max_dropped {limit:g}: {why}; "
                 f"each is listed in {listed}"
             )
+
+
+def made_from(manifest: Path) -> str | None:
+    """What a manifest of ours was made from; None when it is not there."""
+    return read_json(manifest, "delete it and prepare again").get("made_from") if manifest.exists() else None
 
 
 def benchmark_keys(run: Run) -> dict[str, frozenset[int]]:

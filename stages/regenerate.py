@@ -70,6 +70,7 @@ class Regeneration:
 
     def current(self) -> bool:
         """Whether the part's manifest is there and made from these prompts and settings."""
+        self.state.recover(self.manifest)
         if not self.manifest.exists():
             return False
         return read_json(self.manifest, "delete it and regenerate again").get("made_from") == self.wanted
@@ -81,12 +82,12 @@ class Regeneration:
         if self.state.forced(self.manifest):
             self.log.unlink(missing_ok=True)
         self.manifest.unlink(missing_ok=True)
-        self.state.set("running", wanted=self.wanted)
+        self.state.running(wanted=self.wanted)
         preparer = Preparer(tokenizer, self.run.data)
         with AnswerLog(self.log, self.wanted) as log:
             dialogues, failed = self.ask(preparer, answer, log)
         self.publish(preparer, dialogues, failed, log)
-        self.state.set("done", wanted=self.wanted)
+        self.state.done(self.manifest, wanted=self.wanted)
         self.log.unlink()
 
     def ask(self, preparer: Any, answer: Answerer, log: AnswerLog) -> tuple[list[tuple[Any, Dialogue]], dict[str, str]]:

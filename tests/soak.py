@@ -1,6 +1,7 @@
 """The tiny run again and again, each time with a fault at a random moment, then the same command until it is done.
 
     python -m tests.soak --rounds 30 --seed 0
+    python -m tests.soak --rounds 9 --fault snakemake:kill --fault stage:kill
 
 Every round must end in the artefacts of an undisturbed run, bit for bit, with no hand-work but `--unlock` where
 Snakemake itself was killed. Faults: kill -9 and signals to a stage or to Snakemake, out of memory, a full disk, a stage
@@ -20,7 +21,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +126,8 @@ def play(flow: Flow, fault: str, after: float, stage: str) -> tuple[list[int], s
     return codes, done[0]
 
 
-def soak(rounds: int, seed: int, folder: Path, tell: Callable[[str], None]) -> int:
-    """Play all rounds; gives back how many ended wrong."""
+def soak(rounds: int, seed: int, folder: Path, tell: Callable[[str], None], faults: Sequence[str] = FAULTS) -> int:
+    """Play all rounds, each fault once before any comes again; gives back how many ended wrong."""
     random_ = random.Random(seed)
     with snakemake_server() as snakemake, stage_server(folder) as stages:
 
@@ -141,15 +143,15 @@ def soak(rounds: int, seed: int, folder: Path, tell: Callable[[str], None]) -> i
             raise SystemExit(f"the undisturbed run failed:\n{result.output[-3000:]}")
         seconds, wanted = time.monotonic() - began, digest(reference.run_folder)
         tell(f"reference: {len(wanted)} artefacts in {seconds:.1f} s")
-        return sum(_round(fresh, number, random_, seconds, wanted, tell) for number in range(rounds))
+        order = [fault for _ in range(-(-rounds // len(faults))) for fault in random_.sample(faults, len(faults))]
+        return sum(_round(fresh, number, order[number], random_, seconds, wanted, tell) for number in range(rounds))
 
 
 def _round(
-    fresh: Callable[[], Flow], number: int, random_: random.Random, seconds: float, wanted: dict[str, str],
-    tell: Callable[[str], None],
+    fresh: Callable[[], Flow], number: int, fault: str, random_: random.Random, seconds: float,
+    wanted: dict[str, str], tell: Callable[[str], None],
 ) -> bool:  # fmt: skip
     flow = fresh()
-    fault = FAULTS[number % len(FAULTS)] if number < len(FAULTS) else random_.choice(FAULTS)
     stage = random_.choice(["prepare", "regenerate", "extract", "train", "eval", "export"])
     began = time.monotonic()
     codes, text = play(flow, fault, random_.uniform(0.05, 0.6) * seconds, stage)
@@ -168,10 +170,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--fault", dest="faults", action="append", choices=FAULTS, help="only these; may be repeated")
     options = parser.parse_args()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="soak-"))
     folder.mkdir(parents=True, exist_ok=True)
-    bad = soak(options.rounds, options.seed, folder, lambda text: print(text, flush=True))
+    bad = soak(options.rounds, options.seed, folder, partial(print, flush=True), options.faults or FAULTS)
     print(f"{options.rounds - bad} of {options.rounds} rounds ended right")
     sys.exit(bad > 0)
 

@@ -3,14 +3,60 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.flow import ROOT, Flow, run_body, snakemake_server, stage_server
+from data.manifest import SINCE
+from pipeline.journal import read_status
+from tests.flow import ROOT, Flow, Snakemake, run_body, snakemake_server, stage_server
+from tests.soak import NOTE_PID, RUN, digest, soak
+
+STAGES = {
+    "prepare": "prompts/accounting.json",
+    "regenerate --part 0": "tokens/part-0000.json",
+    "extract --part 1": "cache/part-0001.json",
+    "train --drafter base": "drafters/base/train.json",
+    "eval --drafter base": "eval/base/manifest.json",
+    "export --drafter base": "export/base/draftmill.json",
+    "report": "report/report.html",
+}
+"""Every stage with an output that Snakemake knows, and deletes before each attempt."""
+WORK = ("prompts/*.parquet", "tokens/*.parquet", "cache/part-*/shard-*.zarr/zarr.json", "drafters/*/checkpoints/*/*")
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Snakemake, Path]]:
+    with snakemake_server() as snakemake, stage_server(tmp_path_factory.mktemp("servers")) as stages:
+        yield snakemake, stages
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, servers: tuple[Snakemake, Path]) -> Flow:
+    """The soak's tiny run, done. Tests leave it as it is."""
+    snakemake, stages = servers
+    flow = Flow(tmp_path_factory.mktemp("finished") / "flow", snakemake, dict(RUN), stages)
+    result = flow()
+    assert result.code == 0, result.output
+    return flow
+
+
+def draftmill(flow: Flow, arguments: str, **environment: str) -> None:
+    verb, *options = arguments.split()
+    command = [flow.folder / "bin" / "draftmill", verb, "run.yaml", *options]
+    done = subprocess.run(command, cwd=flow.folder, env=os.environ | environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def work(flow: Flow) -> dict[Path, int]:
+    """When each file of what the stages made was written."""
+    return {path: path.stat().st_mtime_ns for pattern in WORK for path in flow.run_folder.glob(pattern)}
 
 
 def processor_seconds(arguments: list[str], folder: Path) -> tuple[float, subprocess.CompletedProcess[str]]:
@@ -49,3 +95,71 @@ def test_a_failed_stage_shows_the_end_of_its_log_in_the_flow(tmp_path: Path) -> 
     assert "failed prepare" in result.output
     assert "    log: runs/x/logs/prepare/prepare-001.log" in result.output
     assert "    | " in result.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_output_that_was_deleted_comes_back(finished: Flow, stage: str) -> None:
+    """Everything else is there, and the same bytes come out."""
+    before = digest(finished.run_folder)
+    (finished.run_folder / STAGES[stage]).unlink()
+    draftmill(finished, stage)
+    assert (finished.run_folder / STAGES[stage]).exists()
+    assert digest(finished.run_folder) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", list(STAGES)[:5])
+def test_what_an_orphan_finished_is_not_done_again(finished: Flow, stage: str) -> None:
+    """Snakemake deletes the output of a job that it lost sight of; nobody has forced that stage."""
+    began = time.time()
+    (finished.run_folder / STAGES[stage]).unlink()
+    draftmill(finished, stage)
+    before = work(finished), digest(finished.run_folder)
+    (finished.run_folder / STAGES[stage]).unlink()
+    draftmill(finished, stage, **{SINCE: str(began)})
+    assert (work(finished), digest(finished.run_folder)) == before
+
+
+@pytest.mark.slow
+def test_after_a_killed_snakemake_the_orphans_training_counts(
+    tmp_path: Path, finished: Flow, servers: tuple[Snakemake, Path]
+) -> None:
+    snakemake, stages = servers
+    flow = Flow(tmp_path / "flow", snakemake, dict(RUN), stages)
+    killer = f"""
+import threading, time
+{NOTE_PID}
+def kill():
+    while not os.path.exists("runs/soak/drafters/base/metrics.jsonl"):
+        time.sleep(0.01)
+    os.kill(os.getpid(), 9)
+threading.Thread(target=kill, daemon=True).start()
+"""
+    assert flow(prelude=killer).code == -signal.SIGKILL
+    train = flow.run_folder / "logs" / "train" / "base.status.json"
+    until(lambda: read_status(train)["status"] == "done")
+    before = work(flow)
+    assert flow("--unlock").code == 0
+    result = flow()
+    assert result.code == 0, result.output
+    assert result.planned.get("train") == 1, "Snakemake does not trust it and deletes its manifest"
+    assert work(flow) == before
+    assert "is trained and current" in train.with_name("base.log").read_text()
+    assert flow("-R", "train").code == 0
+    assert (flow.run_folder / "drafters" / ".base.old-1" / "checkpoints").exists(), "forced: done again"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # 40 s on an idle machine; a stage may wait for its watchdog
+def test_three_rounds_of_the_soak_end_right(tmp_path: Path) -> None:
+    lines: list[str] = []
+    faults = ["snakemake:kill", "stage:kill", "inside:disk"]
+    assert soak(3, 1, tmp_path, lines.append, faults) == 0, "\n".join(lines)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.02)

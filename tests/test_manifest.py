@@ -7,12 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from data.errors import BadInput
 from data.manifest import (
+    SINCE,
     State,
     crc32c,
     file_record,
@@ -91,11 +93,11 @@ def test_a_difference_is_refused_with_both_values(tmp_path: Path) -> None:
 def test_forced_is_told_from_resumed(tmp_path: Path) -> None:
     state, manifest = State(tmp_path / "state.json"), tmp_path / "m.json"
     assert not state.forced(manifest), "a fresh start"
-    state.set("running", step=3)
+    state.running(step=3)
     assert not state.forced(manifest), "interrupted"
     publish(manifest, "cache", {})
     assert not state.forced(manifest), "killed between manifest and state: whole, nothing to set aside"
-    state.set("done")
+    state.done(manifest)
     assert not state.forced(manifest), "finished"
     manifest.unlink()
     assert state.forced(manifest), "finished, then forced"
@@ -104,11 +106,30 @@ def test_forced_is_told_from_resumed(tmp_path: Path) -> None:
 def test_the_kill_between_the_two_last_writes_loses_nothing(tmp_path: Path) -> None:
     """Manifest published, state still running: Snakemake deletes the manifest, the retry resumes all of the work."""
     state, manifest = State(tmp_path / "state.json"), tmp_path / "m.json"
-    state.set("running")
+    state.running()
     publish(manifest, "cache", {})
     manifest.unlink()
     assert state.read()["status"] == "running"
     assert not state.forced(manifest)
+
+
+def test_what_was_done_since_snakemake_began_was_not_forced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An orphan's work, or a job whose end Snakemake missed: it deletes the manifest, the next attempt needs it."""
+    state, manifest = State(tmp_path / "state.json"), tmp_path / "m.json"
+    publish(manifest, "cache", {"counts": 3})
+    body = manifest.read_bytes()
+    state.done(manifest)
+    manifest.unlink()
+    for began, recovered in ((None, False), (time.time() + 1, False), (time.time() - 60, True)):
+        if began is not None:
+            monkeypatch.setenv(SINCE, str(began))
+        assert state.recover(manifest) is recovered
+        assert manifest.exists() is recovered
+    assert manifest.read_bytes() == body
+    assert not state.recover(manifest), "there"
+    manifest.unlink()
+    state.running()
+    assert not state.recover(manifest), "not finished"
 
 
 def test_a_killed_writer_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server as the source of answers: many requests at once, patience, and ids rather than text.
+"""An OpenAI-compatible server, and such a one as the source of answers: many requests at once, patience, ids not text.
 
 Prompts go as token ids to `/completions`, so that the server sees exactly what training sees, and token ids are asked
 for in return (vLLM: `return_token_ids`; else log-probabilities named by id). A reply that is only text is encoded, and
@@ -17,7 +17,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from http.client import HTTPException
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 from data.answers import Reply
 from data.errors import BadInput, Failure
@@ -47,32 +47,106 @@ class Refused(Exception):
         self.status = status
 
 
-class Client:
-    """One server. `encode` turns text into ids where the server gives no ids; `ends` are ids that end a turn."""
+class Sampled(Protocol):
+    """How an answer is drawn: greedy at temperature 0."""
 
-    def __init__(
-        self, server: Server, plan: Regenerate, encode: Callable[[str], list[int]], ends: Sequence[int], end: int
-    ) -> None:
-        self.server, self.plan, self.encode, self.ends, self.end = server, plan, encode, frozenset(ends), end
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+
+
+class Connection:
+    """One server, asked with patience. `setting`: where its model can be named, for messages.
+
+    Raises BadInput when it lists no model and none is named.
+    """
+
+    def __init__(self, server: Server, setting: str) -> None:
+        self.server = server
         base = server.url.rstrip("/")
         self.base = base if base.endswith("/v1") else f"{base}/v1"
+        self.root = self.base.removesuffix("/v1")
         self.stopping = threading.Event()
-        self.model = server.model or self._first_model()
+        self.model = server.model or self._first_model(setting)
 
-    def _first_model(self) -> str:
+    def _first_model(self, setting: str) -> str:
         try:
-            listed = self.call("models").get("data") or []
+            return str(self.request(f"{self.base}/models")["data"][0]["id"])
         except Refused as error:
-            raise BadInput(f"{self.base}/models: {error}; name a model in data.regenerate.server.model") from None
-        if not listed:
-            raise BadInput(f"{self.base}/models lists no model; name one in data.regenerate.server.model")
-        return str(listed[0]["id"])
+            raise BadInput(f"{self.base}/models: {error}; name a model in {setting}") from None
+        except (LookupError, TypeError):
+            raise BadInput(f"{self.base}/models lists no model; name one in {setting}") from None
+
+    def completion(self, ids: Sequence[int], limit: int, plan: Sampled, **more: Any) -> dict[str, Any]:
+        """What the server says to `ids`, continued by at most `limit` tokens; `more` joins the request.
+
+        Raises Refused, or Failure when all attempts fail or the reply holds no answer.
+        """
+        body = {
+            "model": self.model,
+            "prompt": list(ids),
+            "max_tokens": limit,
+            "temperature": plan.temperature,
+            "top_p": plan.top_p,
+            "seed": plan.seed,
+            **({"top_k": plan.top_k} if plan.top_k else {}),
+            **more,
+        }
+        reply = self.request(f"{self.base}/completions", body)
+        if not is_answer(reply):
+            raise Failure(f"{self.base}/completions: a reply without an answer: {json.dumps(reply)[:200]}")
+        return reply
+
+    def request(self, url: str, body: dict[str, Any] | None = None, read: Callable[[bytes], Any] = json.loads) -> Any:
+        """One request, tried again with growing pauses when the server is busy, restarting or out of reach.
+
+        Raises Refused for what trying again cannot mend, Failure when patience ends.
+        """
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+        why = ""
+        for attempt in range(self.server.retries + 1):
+            pause = min(FIRST_PAUSE * 2.0**attempt, LONGEST_PAUSE) * random.uniform(0.5, 1.0)
+            try:
+                with urllib.request.urlopen(request, timeout=self.server.timeout) as reply:
+                    return read(reply.read())
+            except urllib.error.HTTPError as error:
+                with error:
+                    why = f"HTTP {error.code} " + " ".join(error.read().decode(errors="replace").split())[:200]
+                if error.code < 500 and error.code not in (408, 409, 425, 429):
+                    raise Refused(error.code, why.partition(" ")[2].partition(" ")[2]) from None
+                pause = max(pause, retry_after(error.headers.get("Retry-After")))
+            except (OSError, HTTPException, ValueError) as error:
+                why = str(getattr(error, "reason", error)) or type(error).__name__
+            if attempt < self.server.retries and self.stopping.wait(pause):
+                break
+        raise Failure(f"{url}: no answer in {self.server.retries + 1} attempts ({why}); is the server up?")
+
+
+class Client(Connection):
+    """A server that answers for the target. `encode` turns text into ids where the server gives none; `ends` are ids
+    that end a turn, `end` the one that is put where the server leaves it out; `vocabulary`: ids that the target knows.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        plan: Regenerate,
+        encode: Callable[[str], list[int]],
+        ends: Sequence[int],
+        end: int,
+        vocabulary: int,
+    ) -> None:
+        super().__init__(server, "data.regenerate.server.model")
+        self.plan, self.encode, self.ends, self.end, self.vocabulary = plan, encode, frozenset(ends), end, vocabulary
 
     def answers(self, questions: Iterable[Question]) -> Iterator[tuple[str, Reply | str]]:
         """Replies, or why there is none, in the order of their arrival; `concurrency` requests are under way.
 
         Raises Failure when the server has stopped working.
         """
+        self.stopping.clear()
         waiting, failures = iter(questions), 0
         with ThreadPoolExecutor(self.server.concurrency) as pool:
             running = {self._submit(pool, question) for question in islice(waiting, 2 * self.server.concurrency)}
@@ -103,58 +177,30 @@ class Client:
     def reply(self, question: Question) -> Reply:
         """One answer.
 
-        Raises Refused, or Failure when all attempts fail.
+        Raises Refused, or Failure when all attempts fail or the answer is not the target's.
         """
-        plan = self.plan
-        body: dict[str, Any] = {
-            "model": self.model,
-            "prompt": list(question.ids),
-            "max_tokens": question.limit,
-            "temperature": plan.temperature,
-            "top_p": plan.top_p,
-            "seed": plan.seed,
-            "logprobs": 0,
-            "return_token_ids": True,
-            "return_tokens_as_token_ids": True,
-            "skip_special_tokens": False,
-        }
-        if plan.top_k:
-            body["top_k"] = plan.top_k
-        choice = self.call("completions", body)["choices"][0]
+        asking = {"logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True}
+        made = self.completion(question.ids, question.limit, self.plan, skip_special_tokens=False, **asking)
+        choice = made["choices"][0]
         finished = choice.get("finish_reason") == "stop"
         ids = token_ids(choice)
         from_text = ids is None
         if ids is None:
             ids = self.encode(choice["text"])
+        if max(ids, default=0) >= self.vocabulary:
+            raise Failure(
+                f"{self.base}: id {max(ids)}, the target knows {self.vocabulary}: another model answers there"
+            )
         if finished and (not ids or ids[-1] not in self.ends):
             ids = [*ids, self.end]  # servers leave out the token that stopped them
         return Reply(tuple(ids[: question.limit + 1]), finished, from_text)
 
-    def call(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """One request, tried again with growing pauses when the server is busy, restarting or out of reach.
 
-        Raises Refused for what trying again cannot mend, Failure when patience ends.
-        """
-        url = f"{self.base}/{path}"
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-        why = ""
-        for attempt in range(self.server.retries + 1):
-            pause = min(FIRST_PAUSE * 2.0**attempt, LONGEST_PAUSE) * random.uniform(0.5, 1.0)
-            try:
-                with urllib.request.urlopen(request, timeout=self.server.timeout) as reply:
-                    return json.loads(reply.read())
-            except urllib.error.HTTPError as error:
-                with error:
-                    why = f"HTTP {error.code} " + " ".join(error.read().decode(errors="replace").split())[:200]
-                if error.code < 500 and error.code not in (408, 409, 425, 429):
-                    raise Refused(error.code, why.partition(" ")[2].partition(" ")[2]) from None
-                pause = max(pause, retry_after(error.headers.get("Retry-After")))
-            except (OSError, HTTPException, ValueError) as error:
-                why = str(getattr(error, "reason", error)) or type(error).__name__
-            if attempt < self.server.retries and self.stopping.wait(pause):
-                break
-        raise Failure(f"{url}: no answer in {self.server.retries + 1} attempts ({why})")
+def is_answer(reply: Any) -> bool:
+    """Whether a reply's first choice has text or ids."""
+    choices = reply.get("choices") if isinstance(reply, dict) else None
+    first = choices[0] if isinstance(choices, list) and choices else None
+    return isinstance(first, dict) and (isinstance(first.get("text"), str) or token_ids(first) is not None)
 
 
 def token_ids(choice: dict[str, Any]) -> list[int] | None:

@@ -7,20 +7,18 @@ the difference of two readings. SGLang gives a gauge of its own running mean. Ot
 
 from __future__ import annotations
 
-import json
 import re
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from data.errors import BadInput, Failure
+from data.errors import BadInput
 from data.settings import Server
 from pipeline.decode import Prompt
 from pipeline.sampling import Sampling
+from pipeline.server import Connection, Refused
 
 DRAFTS = "vllm:spec_decode_num_drafts_total"
 DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
@@ -85,41 +83,24 @@ class Metrics:
         return {}
 
 
-class Client:
-    """Talks to one server. Network errors are tried again, then raise Failure; refusals raise BadInput."""
+class Client(Connection):
+    """A server whose drafting is measured. Network errors are tried again, then raise Failure; refusals BadInput."""
 
     def __init__(self, server: Server) -> None:
-        self.server = server
-        base = server.url.rstrip("/")
-        self.api = base if base.endswith("/v1") else f"{base}/v1"
-        self.root = self.api.removesuffix("/v1")
-        self.model = server.model or self._first_model()
-
-    def _first_model(self) -> str:
-        listed = json.loads(self._call(f"{self.api}/models")).get("data") or []
-        if not listed:
-            raise BadInput(f"{self.api}/models lists no model; name one with `--model`")
-        return str(listed[0]["id"])
+        super().__init__(server, "`--model`")
 
     def metrics(self) -> Metrics:
         """Counters as they stand; none when the server has no `/metrics`."""
         try:
-            return Metrics.parse(self._call(f"{self.root}/metrics"))
-        except BadInput:
+            return Metrics.parse(self.request(f"{self.root}/metrics", read=bytes.decode))
+        except Refused:
             return Metrics()
 
     def complete(self, prompt: Prompt, max_new_tokens: int, plan: Sampling) -> Reply:
-        body: dict[str, Any] = {
-            "model": self.model,
-            "prompt": list(prompt.ids),
-            "max_tokens": max_new_tokens,
-            "temperature": plan.temperature,
-            "top_p": plan.top_p,
-            "seed": plan.seed,
-        }
-        if plan.top_k:
-            body["top_k"] = plan.top_k
-        made = json.loads(self._call(f"{self.api}/completions", body))
+        try:
+            made = self.completion(prompt.ids, max_new_tokens, plan)
+        except Refused as error:
+            raise BadInput(f"{self.base}/completions: prompt {prompt.id}: {error}") from None
         choice = made["choices"][0]
         tokens = int((made.get("usage") or {}).get("completion_tokens", 0))
         return Reply(choice["text"], tokens, choice.get("finish_reason") == "stop")
@@ -130,22 +111,3 @@ class Client:
         with ThreadPoolExecutor(self.server.concurrency) as pool:
             replies = list(pool.map(lambda prompt: self.complete(prompt, max_new_tokens, plan), prompts))
         return replies, time.perf_counter() - started
-
-    def _call(self, url: str, body: dict[str, Any] | None = None) -> str:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-        for attempt in range(self.server.retries + 1):
-            try:
-                with urllib.request.urlopen(request, timeout=self.server.timeout) as reply:
-                    return reply.read().decode()
-            except urllib.error.HTTPError as error:
-                text = " ".join(error.read().decode(errors="replace").split())[:200]
-                error.close()
-                if error.code < 500 and error.code != 429:
-                    raise BadInput(f"{url}: the server says {error.code}: {text}") from None
-                why = f"{error.code} {text}"
-            except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
-                why = str(getattr(error, "reason", error))
-            if attempt < self.server.retries:
-                time.sleep(min(2.0**attempt * 0.2, 30.0))
-        raise Failure(f"{url}: no answer after {self.server.retries + 1} attempts ({why}); is the server up?")

@@ -19,6 +19,7 @@ from data.shaping import shaping
 
 if TYPE_CHECKING:
     from data.answers import AnswerLog, Reply
+    from data.conversations import Rejected
     from pipeline.dialogue import Dialogue
     from pipeline.job import Job
 
@@ -90,7 +91,9 @@ class Regeneration:
         self.state.done(self.manifest, wanted=self.wanted)
         self.log.unlink()
 
-    def ask(self, preparer: Any, answer: Answerer, log: AnswerLog) -> tuple[list[tuple[Any, Dialogue]], dict[str, str]]:
+    def ask(
+        self, preparer: Any, answer: Answerer, log: AnswerLog
+    ) -> tuple[list[tuple[Any, Dialogue]], dict[str, Rejected]]:
         """Put all questions, round by round: first turns, second turns, ... Returns dialogues, and reasons by row id of
         those that failed."""
         from data.parts import read_prompts
@@ -100,25 +103,27 @@ class Regeneration:
         dialogues = []
         for prompt in read_prompts(self.prompts.with_suffix(".parquet")):
             dialogues.append((prompt, Dialogue(preparer.template, prompt, self.run.data)))
-        failed: dict[str, str] = {}
+        failed: dict[str, Rejected] = {}
         turns = sum(len(dialogue.waiting) for _, dialogue in dialogues)
         with Progress(turns, f"regenerate {part_name(self.part)}", unit="answers", done=len(log.replies)) as bar:
             open_ = [dialogue for _, dialogue in dialogues]
-            while open_ := [each for each in open_ if each.row_id not in failed and each.question() is not None]:
+            while open_ := [each for each in open_ if each.row_id not in failed and asks(each, failed)]:
                 by_key = {each.key: each for each in open_}
                 self.round(by_key, answer, log, failed, bar)
                 for key, each in by_key.items():
                     if each.row_id not in failed:
-                        each.answer(log.replies[key].ids, log.replies[key].finished)
+                        take(each, log.replies[key], failed)
         return dialogues, failed
 
     def round(
-        self, by_key: dict[str, Dialogue], answer: Answerer, log: AnswerLog, failed: dict[str, str], bar: Any
+        self, by_key: dict[str, Dialogue], answer: Answerer, log: AnswerLog, failed: dict[str, Rejected], bar: Any
     ) -> None:
         """One question of each dialogue; replies go to the log."""
+        from data.conversations import Rejected
+
         for number, (key, reply) in enumerate(answer(by_key, log.replies), 1):
             if isinstance(reply, str):
-                failed[by_key[key].row_id] = reply
+                failed[by_key[key].row_id] = Rejected("server", reply)
             else:
                 log.add(key, reply)
             bar.advance(1, note=f"{len(failed)} failed" if failed else None)
@@ -128,7 +133,7 @@ class Regeneration:
         log.sync()
 
     def publish(
-        self, preparer: Any, dialogues: list[tuple[Any, Dialogue]], failed: dict[str, str], log: AnswerLog
+        self, preparer: Any, dialogues: list[tuple[Any, Dialogue]], failed: dict[str, Rejected], log: AnswerLog
     ) -> None:
         """Write the part's token rows in hash order and its manifest."""
         from data.conversations import Rejected
@@ -141,7 +146,7 @@ class Regeneration:
         for prompt, dialogue in dialogues:
             try:
                 if prompt.row_id in failed:
-                    raise Rejected("server", failed[prompt.row_id])
+                    raise failed[prompt.row_id]
                 made = [preparer.fitted(row) for row in dialogue.rows()]
             except Rejected as error:
                 place = {"row_id": prompt.row_id, "place": prompt.source}
@@ -197,6 +202,8 @@ class Regeneration:
             "notes": pa.array(noted, pa.list_(pa.string())),
         }
         account.keep_conversations(pa.table(columns))
+        asked = self.source["counts"]["kept"]
+        assert account.rows_in == asked, f"{asked} prompts, {account.rows_in} accounted for"
         table = token_table(rows)
         count_tokens(account, table)
         digest = hashlib.sha256()
@@ -215,6 +222,27 @@ class Regeneration:
         publish(self.manifest, "tokens", body)
         for line in account.lines():
             say(f"{part_name(self.part)}: {line}")
+
+
+def asks(dialogue: Dialogue, failed: dict[str, Rejected]) -> bool:
+    """Whether a dialogue has a question open now; one whose template refuses has failed."""
+    from data.conversations import Rejected
+
+    try:
+        return dialogue.question() is not None
+    except Rejected as error:
+        failed[dialogue.row_id] = error
+        return False
+
+
+def take(dialogue: Dialogue, reply: Reply, failed: dict[str, Rejected]) -> None:
+    """Give a dialogue its reply; one whose mask cannot be derived has failed."""
+    from data.conversations import Rejected
+
+    try:
+        dialogue.answer(reply.ids, reply.finished)
+    except Rejected as error:
+        failed[dialogue.row_id] = error
 
 
 def local_answers(run: Run, work: Job) -> tuple[Answerer, Any]:
@@ -285,7 +313,7 @@ def server_answers(run: Run, work: Job) -> tuple[Answerer, Any]:
     ends = {end, tokenizer.eos_token_id} - {None}
     server = run.data.regenerate.server
     assert server is not None
-    client = Client(server, run.data.regenerate, template.encode, sorted(ends), end)
+    client = Client(server, run.data.regenerate, template.encode, sorted(ends), end, len(tokenizer))
 
     def answer(open_: dict[str, Dialogue], known: dict[str, Reply]) -> Iterator[tuple[str, Reply | str]]:
         questions = (Question(key, each.ids, each.room()) for key, each in open_.items() if key not in known)

@@ -368,7 +368,7 @@ class TestServer:
     def test_a_server_that_is_not_there_is_one_clear_line(
         self, trained: Callable[..., Path], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("time.sleep", lambda seconds: None)
+        monkeypatch.setattr("pipeline.server.FIRST_PAUSE", 0.0)
         assert exit_code(["eval", str(trained()), "--server", "http://127.0.0.1:9"]) == 1
         assert "is the server up?" in capsys.readouterr().err
 

@@ -19,12 +19,13 @@ from click.testing import CliRunner
 
 import pipeline.server
 from data.answers import AnswerLog, Reply
+from data.conversations import Rejected
 from data.errors import BadInput, Failure
 from data.layout import Layout
 from data.manifest import read_manifest
 from data.settings import Run, load_run
 from data.tokens import TokenRow, read_tokens
-from pipeline.template import render_prompt
+from pipeline.template import Template, render_prompt
 from stages.prepare import command as prepare_command
 from stages.regenerate import command
 
@@ -204,10 +205,21 @@ def test_the_log_forgets_cut_lines_and_other_settings(tmp_path: Path) -> None:
         assert not log.replies
 
 
+ODD_REPLIES: list[Any] = [
+    [],
+    {"error": "no"},
+    {"choices": []},
+    {"choices": [None]},
+    {"choices": [{"text": None}]},
+    {"choices": [{"text": "", "finish_reason": "stop", "token_ids": [10**6]}]},
+]
+
+
 class Stub(BaseHTTPRequestHandler):
     """An OpenAI-compatible server that answers `len(prompt)` as an id, then 66, and misbehaves on request."""
 
     style = "ids"
+    finish = "length"
     trouble: ClassVar[Counter[int]] = Counter()
     asked: ClassVar[list[tuple[int, ...]]] = []
     lock = threading.Lock()
@@ -231,6 +243,8 @@ class Stub(BaseHTTPRequestHandler):
             self.reply(503, {"error": "restarting"})
         elif self.refuse_odd and len(prompt) % 2:
             self.reply(400, {"error": "too odd"})
+        elif self.style == "odd":
+            self.reply(200, ODD_REPLIES[len(self.asked) % len(ODD_REPLIES)])
         elif kind == 0 and self.style == "flaky":
             self.reply(429 if len(prompt) % 2 else 500, {"error": "busy"})
         elif kind == 1 and self.style == "flaky":
@@ -245,7 +259,7 @@ class Stub(BaseHTTPRequestHandler):
             return {"text": "th.", "finish_reason": "stop"}
         if self.style == "names":
             return {"text": "", "finish_reason": "length", "logprobs": {"tokens": [f"token_id:{i}" for i in ids]}}
-        return {"text": "", "finish_reason": "length", "token_ids": ids}
+        return {"text": "", "finish_reason": self.finish, "token_ids": ids}
 
     def reply(self, status: int, body: dict[str, Any]) -> None:
         data = json.dumps(body).encode()
@@ -283,6 +297,47 @@ def test_a_server_gives_ids_through_any_weather(run_of: MakeRun, stub: Any, styl
         assert answer_of(row) == [int((~row.supervised).sum()) % 200, 66]
         assert not row.finished
     assert "retokenised" not in tokens_manifest(run)["notes"]
+
+
+def test_later_turns_meet_the_same_patience(run_of: MakeRun, stub: Any) -> None:
+    mood, settings = stub
+    mood.style = "flaky"
+    mood.finish = "stop"
+    path, run = run_of([{"id": "two", "turns": ["first?", "second?"]}], regenerate=settings)
+    regenerate(path)
+    assert tokens_manifest(run)["dropped"] == {}
+    assert len(mood.asked) == 6
+
+
+def test_replies_without_an_answer_of_the_target_fail_row_by_row(run_of: MakeRun, stub: Any) -> None:
+    mood, settings = stub
+    mood.style = "odd"
+    path, run = run_of(ROWS[:5], max_dropped=1.0, regenerate=settings)
+    regenerate(path)
+    assert tokens_manifest(run)["dropped"] == {"server": 5}
+    assert not rows_of(run)
+
+
+def test_a_later_question_that_the_template_refuses_costs_its_row(
+    run_of: MakeRun, stub: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mood, settings = stub
+    mood.finish = "stop"
+    original = Template.text
+
+    def refuses(self: Template, messages: Any, *more: Any, **most: Any) -> str:
+        if messages[-1]["content"] == "second?":
+            raise Rejected("template_error", "one question only")
+        return original(self, messages, *more, **most)
+
+    monkeypatch.setattr(Template, "text", refuses)
+    rows = [{"id": "one", "turns": ["first?"]}, {"id": "two", "turns": ["first?", "second?"]}]
+    path, run = run_of(rows, regenerate=settings)
+    regenerate(path)
+    assert set(rows_of(run)) == {"one"}
+    manifest = tokens_manifest(run)
+    assert manifest["dropped"] == {"template_error": 1}
+    assert manifest["counts"]["rows_in"] == 2
 
 
 def test_text_replies_are_encoded_and_counted(run_of: MakeRun, stub: Any, tiny_target: Any) -> None:

@@ -191,7 +191,7 @@ def test_arguments_that_no_template_can_print_refuse_the_row(kind: str) -> None:
     for _ in range(5000):
         inner = {"a": inner}
     call = {"type": "function", "function": {"name": "f", "arguments": inner}}
-    with pytest.raises(Rejected, match="template_error|answer_not_rendered"):
+    with pytest.raises(Rejected, match=r"template_error|answer_not_rendered"):
         template_of(kind).rows([ASK, {**SAY, "tool_calls": [call]}])
 
 

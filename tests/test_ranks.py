@@ -1,13 +1,20 @@
-"""Data-parallel training: two ranks on a CPU give the losses and weights of one, and end together."""
+"""Data-parallel training: two ranks on a CPU give the losses and weights of one, end together, and export alike.
+
+Trained once here, and used by all tests: eagerly, on two ranks of which one is killed, and compiled.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +24,12 @@ import yaml
 
 from data.layout import Layout
 from data.settings import Run, load_run
-from pipeline.checkpoint import choose, list_checkpoints, load_drafter
+from pipeline import devices
+from pipeline.checkpoint import CheckpointInfo, choose, list_checkpoints, load_drafter
+from pipeline.interchange import open_checkpoint, tensor_shapes
+from pipeline.job import Job
+from pipeline.training import train_drafter
+from stages.export import command as export
 from tests.test_train import cached, token_row, write_run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,6 +62,49 @@ def start(path: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, cwd=path.parent)
 
 
+@dataclass(frozen=True)
+class Pair:
+    """Two ranks, one of them killed with -9: how that ended, what was left, and the run once it was started again."""
+
+    run: Run
+    code: int
+    errors: str
+    left: list[CheckpointInfo]
+
+
+@pytest.fixture(scope="module")
+def alone(base: Path) -> Run:
+    return trained_here(run_file(base, "alone", 1, graphs="eager"))
+
+
+@pytest.fixture(scope="module")
+def pair(base: Path) -> Pair:
+    path = run_file(base, "pair", 2, checkpoint_every=4)
+    run, job = load_run(path), start(path)
+    folder = Layout.of(run).checkpoints("base")
+    assert kill_a_rank(job, folder), job.communicate()[1]
+    _, errors = job.communicate(timeout=120)
+    left, again = list_checkpoints(folder), start(path)
+    _, later = again.communicate(timeout=120)
+    assert again.returncode == 0, later
+    return Pair(run, job.returncode, errors, left)
+
+
+@pytest.fixture
+def quick_compile(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`torch.compile` without Inductor, which takes most of a minute on a CPU: tracing and wrapping are the same."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def trained_here(path: Path, work: Job | None = None) -> Run:
+    run = load_run(path)
+    train_drafter(run, "base", work or Job("train", "test"))
+    return run
+
+
 def outcome(run: Run) -> tuple[dict[str, torch.Tensor], list[tuple[int, float]]]:
     layout = Layout.of(run)
     drafter = load_drafter(choose(layout.checkpoints("base"), "last")[0].path, "cpu", torch.float32)
@@ -57,29 +112,99 @@ def outcome(run: Run) -> tuple[dict[str, torch.Tensor], list[tuple[int, float]]]
     return dict(drafter.named_parameters()), [(m["step"], m["loss"]) for m in lines if "loss" in m]
 
 
-def test_two_ranks_give_the_losses_of_one_and_survive_a_killed_rank(base: Path) -> None:
-    alone, pair = run_file(base, "alone", 1), run_file(base, "pair", 2, checkpoint_every=4)
-    _, errors = start(alone).communicate(timeout=120)
-    assert Layout.of(load_run(alone)).train_manifest("base").exists(), errors
-    job = start(pair)
-    folder = Layout.of(load_run(pair)).checkpoints("base")
-    killed = kill_a_rank(job, folder)
-    _, errors = job.communicate(timeout=120)
-    if killed:
-        assert job.returncode == 1
-        assert "a rank ended with an error" in errors
-        assert list_checkpoints(folder)
-        again = start(pair)
-        _, errors = again.communicate(timeout=120)
-        assert again.returncode == 0, errors
-    weights, losses = outcome(load_run(alone))
-    pair_weights, pair_losses = outcome(load_run(pair))
+def test_a_killed_rank_ends_the_run_with_its_checkpoints(pair: Pair) -> None:
+    assert pair.code == 1
+    assert "a rank ended with an error" in pair.errors
+    assert pair.left
+
+
+def test_two_ranks_started_again_give_the_losses_and_weights_of_one(alone: Run, pair: Pair) -> None:
+    weights, losses = outcome(alone)
+    pair_weights, pair_losses = outcome(pair.run)
     assert [step for step, _ in losses] == [step for step, _ in pair_losses]
     for (_, one), (_, other) in zip(losses, pair_losses, strict=True):
         assert other == pytest.approx(one, rel=1e-4)
     assert weights.keys() == pair_weights.keys()
     for name, tensor in weights.items():
         assert torch.allclose(pair_weights[name], tensor, rtol=1e-2, atol=1e-4), name
+
+
+@dataclass(frozen=True)
+class Export:
+    """A folder written by `draftmill export`: all that could differ between trainings of the same settings."""
+
+    tensors: dict[str, tuple[torch.Size, torch.dtype]]
+    layout: bytes
+    config: bytes
+    record: dict[str, Any]
+    card: list[str]
+
+    @classmethod
+    def of(cls, run: Run, path: Path) -> Export:
+        export.main([str(path), "--checkpoint", "last"], standalone_mode=False)
+        folder = Layout.of(run).export("base")
+        weights = (folder / "model.safetensors").read_bytes()
+        read = open_checkpoint(folder)
+        assert {name: tuple(tensor.shape) for name, tensor in read.tensors.items()} == tensor_shapes(read.config)
+        return cls(
+            {name: (tensor.shape, tensor.dtype) for name, tensor in read.tensors.items()},
+            weights[: 8 + int.from_bytes(weights[:8], "little")],
+            (folder / "config.json").read_bytes(),
+            dict(flat(json.loads((folder / "draftmill.json").read_text()))),
+            (folder / "README.md").read_text().splitlines(),
+        )
+
+
+def flat(body: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves of a JSON body by dotted path."""
+    entries = body.items() if isinstance(body, dict) else enumerate(body) if isinstance(body, list) else ()
+    for key, value in entries:
+        yield from flat(value, f"{path}.{key}" if path else str(key))
+    if not isinstance(body, dict | list):
+        yield path, body
+
+
+def assert_same_but_for_values(one: Export, other: Export) -> None:
+    assert one.tensors == other.tensors
+    assert one.layout == other.layout  # names, order, shapes, dtypes and offsets: all of the file but the numbers
+    assert one.config == other.config
+    assert one.record.keys() == other.record.keys()
+    differing = {path for path, value in one.record.items() if other.record[path] != value}
+    name, weights, card = {"run", "fingerprint", "inputs.drafter"}, "files.0.", "files.2."
+    free = {*name, f"{weights}crc32c", f"{card}crc32c", f"{card}bytes"}
+    assert differing <= free | {path for path in differing if path.startswith("training.settings.train.")}
+    assert {one.record[f"files.{i}.path"] for i in (0, 2)} == {"model.safetensors", "README.md"}
+    assert [outline(line) for line in one.card] == [outline(line) for line in other.card]
+
+
+def outline(line: str) -> str:
+    """A line of the card without hashes, numbers and folders."""
+    return re.sub(r"[0-9a-f]{32}|\d+\.\d+|/\S*", "_", line)
+
+
+def test_exports_of_eager_compiled_and_two_rank_training_differ_in_values_only(
+    base: Path, alone: Run, pair: Pair, quick_compile: None
+) -> None:
+    path = run_file(base, "compiled", 1, graphs="compile")
+    compiled = trained_here(path)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    eager = Export.of(alone, base.with_name("alone.yaml"))
+    assert len(eager.tensors) == 11 * 1 + 3
+    for run in (compiled, pair.run):
+        assert_same_but_for_values(eager, Export.of(run, base.with_name(f"{run.name}.yaml")))
+
+
+@pytest.mark.gpu
+def test_exports_of_graphed_training_differ_in_values_only(base: Path, alone: Run) -> None:
+    eager = Export.of(alone, base.with_name("alone.yaml"))
+    for mode in ("eager", "compile", "whole"):
+        torch._dynamo.reset()
+        work = Job("train", "test")
+        work.lease = devices.Lease(("0",))
+        assert work.device == "cuda:0"
+        path = run_file(base, f"gpu-{mode}", 1, graphs=mode)
+        run = trained_here(path, work)
+        assert_same_but_for_values(eager, Export.of(run, path))
 
 
 def kill_a_rank(job: subprocess.Popen[str], folder: Path) -> bool:

@@ -127,7 +127,7 @@ def renamed(run: Run, name: str, **changes: Any) -> Run:
 
 
 def test_overfitting_eight_rows_makes_decoding_accept_whole_blocks(successor: Run) -> None:
-    run = renamed(successor, "overfit", epochs=150)
+    run = renamed(successor, "overfit", epochs=90)
     train(run)
     metrics = [json.loads(line) for line in Layout.of(run).metrics("base").read_text().splitlines()]
     assert min(metrics[-1]["accuracy"]) > 0.95
@@ -185,7 +185,7 @@ def test_interrupted_training_gives_the_same_bits(successor: Run, accumulate: in
     changes = {
         "context_tokens": 128,
         "anchor_slots": 96,
-        "max_steps": 40,
+        "max_steps": 26,
         "batches_per_step": accumulate,
         "checkpoint_every": 17 if die else 1000,
         "log_every": 7,

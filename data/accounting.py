@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,11 @@ import pyarrow as pa
 
 LISTED = 1000
 """Ids that a manifest lists at most for one finding; the counts beside them are whole."""
+
+
+def overlap(found: Mapping[str, list[str]]) -> dict[str, Any]:
+    """Rows that ask what a benchmark asks, by its name: how many, and the first ids."""
+    return {name: {"rows": len(ids), "ids": ids[:LISTED]} for name, ids in sorted(found.items())}
 
 
 @dataclass
@@ -92,9 +97,7 @@ class Accounting:
             "notes": dict(sorted(self.notes.items())),
             "sources": dict(sorted(self.sources.items())),
             "lengths": [[1 << b, count] for b, count in sorted(self.lengths.items()) if count],
-            "contamination": {
-                name: {"rows": len(ids), "ids": ids[:LISTED]} for name, ids in sorted(self.contaminated.items())
-            },
+            "contamination": overlap(self.contaminated),
         }
 
     @classmethod

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from data.conversations import Conversation, Rejected, asked, detect, normalise, row_id, with_system
 from data.settings import Data
 from data.sources import Chunk, decode
-from data.tokens import stable_hash
+from pipeline.contamination import benchmarks_in
 from pipeline.encoding import Draft, Rendered
 from pipeline.template import Template, template_of
 
@@ -58,7 +57,7 @@ class Dropped:
 class Preparer:
     """Prepares rows for one tokenizer under one run's `data` settings.
 
-    `benchmarks`: prompt keys (`prompt_key`) of evaluation sets by name, to count contamination.
+    `benchmarks`: keys of the prompts of evaluation sets by name, to count contamination.
     """
 
     def __init__(
@@ -109,11 +108,10 @@ class Preparer:
         own = normalise(record, wanted)
         conversation = with_system(own, self.settings.system_prompt)
         name = detect(record) if wanted == "auto" else wanted
-        notes = self.contamination(conversation)
         if self.settings.responses == "regenerate":
-            return Pending(own, name, (), self.first_prompt(conversation), notes)
-        drafts, more = self.drafts(conversation)
-        return Pending(own, name, tuple(drafts), None, (*more, *notes))
+            return Pending(own, name, (), self.first_prompt(conversation), self.contamination(own))
+        drafts, notes = self.drafts(conversation)
+        return Pending(own, name, tuple(drafts), None, (*notes, *self.contamination(own)))
 
     def encoded(self, drafts: Sequence[Draft | Rendered]) -> list[Rendered | Rejected]:
         """Drafts as rows, together; what is a row already stays."""
@@ -231,16 +229,12 @@ class Preparer:
         return row
 
     def contamination(self, conversation: Conversation) -> tuple[str, ...]:
-        """A note for each benchmark that asks what a user asks here."""
-        if not self.benchmarks:
-            return ()
-        keys = {prompt_key(message["content"]) for message in conversation.messages if message["role"] == "user"}
-        return tuple(f"in_benchmark:{name}" for name, known in self.benchmarks.items() if keys & known)
+        """A note for each benchmark that asks what is asked here."""
+        return tuple(f"in_benchmark:{name}" for name in benchmarks_in(conversation, self.benchmarks, self.decoded))
 
-
-def prompt_key(text: str) -> int:
-    """Equal for prompts that differ in case, spacing and punctuation only."""
-    return stable_hash(re.sub(r"\W+", " ", text).strip().lower())
+    def decoded(self, ids: Sequence[int]) -> str:
+        """Ids as text without special tokens."""
+        return self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def up_to_last_answer(conversation: Conversation) -> tuple[tuple[dict[str, Any], ...], tuple[str, ...]]:

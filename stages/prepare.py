@@ -19,7 +19,7 @@ import click
 
 from data.errors import BadInput, Failure
 from data.layout import Layout
-from data.manifest import State, file_record, fingerprint, publish, read_json, write_bytes
+from data.manifest import State, file_record, fingerprint, publish, read_json, read_manifest, write_bytes
 from data.settings import Run, Source, load_run
 from data.shaping import shaping
 
@@ -64,10 +64,11 @@ class Preparation:
     def make(self, check_stop: Callable[[], None]) -> None:
         from data.sources import source_record
         from pipeline.console import say
+        from pipeline.contamination import Benchmarks
         from pipeline.workers import SMALL, Workers, processes, start
 
-        self.benchmarks = benchmark_keys(self.run)
-        preparer = start(self.run, self.benchmarks)
+        self.benchmarks = Benchmarks.of(self.run)
+        preparer = start(self.run, self.benchmarks.keys)
         self.shape = {
             "settings": json.loads(shaping(self.run, "prepare")),
             "sources": [source_record(source) for source in self.sources],
@@ -77,15 +78,32 @@ class Preparation:
         self.state.recover(self.layout.prepared)
         if made_from(self.layout.prepared) == self.wanted and all(map(self.current, range(self.parts))):
             say("prepare: all parts are there and current")
+            self.compare_again(preparer)
             self.finish()
             return
         self.begin()
         head, stream = self.opened()
         expected = self.expected(head)
-        with Workers(self.run, self.benchmarks, 0 if expected <= SMALL else processes()) as workers:
+        with Workers(self.run, self.benchmarks.keys, 0 if expected <= SMALL else processes()) as workers:
             paths = self.prepare_chunks(workers, chain(head, stream), expected, check_stop)
             self.publish_parts(workers, paths, preparer, check_stop)
         self.finish()
+
+    def compare_again(self, preparer: Preparer) -> None:
+        """Count the overlap with the benchmarks anew where they are others than when the rows were prepared."""
+        from data.accounting import overlap
+        from pipeline.console import say
+        from pipeline.contamination import recount
+
+        body = read_manifest(self.layout.prepared, "accounting")
+        if body.get("benchmarks") == self.benchmarks.record():
+            return
+        tables = [self.layout.prompts(part).with_suffix(".parquet") for part in range(self.parts)]
+        found = recount(tables, self.benchmarks.keys, preparer.decoded)
+        for line in self.benchmarks.lines(found):
+            say(line)
+        body |= {"contamination": overlap(found), "benchmarks": self.benchmarks.record()}
+        publish(self.layout.prepared, "accounting", body)
 
     def finish(self) -> None:
         self.state.done(self.layout.prepared, wanted=self.wanted)
@@ -103,10 +121,10 @@ class Preparation:
 
     def begin(self) -> None:
         """Resume work that was made from the same input; set anything else aside."""
-        known = self.state.read()
-        if known.get("status") != "running" or known.get("wanted") != self.wanted:
+        known, now = self.state.read(), {"wanted": self.wanted, "benchmarks": self.benchmarks.record()}
+        if known != {"status": "running", **now}:
             shutil.rmtree(self.spills, ignore_errors=True)
-        self.state.running(wanted=self.wanted)
+        self.state.running(**now)
         self.layout.prepared.unlink(missing_ok=True)
         for part in range(self.parts):
             if not self.current(part):
@@ -172,7 +190,7 @@ class Preparation:
         share = self.run.data.validation if isinstance(self.run.data.validation, float) else 0.0
         placed = place(paths, self.parts, share, self.run.data.duplicates == "drop")
         self.check_account(paths, placed)
-        total = Accounting()
+        total = Accounting(contaminated={name: [] for name in self.benchmarks.keys})
         for part, account, digests in workers.run(write_part, self.part_tasks(paths, placed)):
             check_stop()
             total.add(account)
@@ -184,16 +202,13 @@ class Preparation:
             "same_prompt": placed.same_prompt,
             "validation_prompts_trained_on": placed.trained_prompt,
         }
-        publish(
-            self.layout.prepared,
-            "accounting",
-            {**total.body(), "repeats": repeats, "made_from": self.wanted},
-        )
+        body = {**total.body(), "repeats": repeats, "benchmarks": self.benchmarks.record(), "made_from": self.wanted}
+        publish(self.layout.prepared, "accounting", body)
         for line in total.lines():
             say(line)
         say("repeats: " + ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in repeats.items()))
-        for name, ids in total.contaminated.items():
-            say(f"contamination: {len(ids)} rows ask what benchmark `{name}` asks, first: {', '.join(ids[:3])}")
+        for line in self.benchmarks.lines(total.contaminated):
+            say(line)
 
     def part_tasks(self, paths: list[Path], placed: Placed) -> Iterator[tuple[Any, ...]]:
         """Arguments of `write_part` for every part."""
@@ -261,27 +276,6 @@ class Preparation:
 def made_from(manifest: Path) -> str | None:
     """What a manifest of ours was made from; None when it is not there."""
     return read_json(manifest, "delete it and prepare again").get("made_from") if manifest.exists() else None
-
-
-def benchmark_keys(run: Run) -> dict[str, frozenset[int]]:
-    """Keys of the prompts of each benchmark that lies in a file, to find them among the training rows."""
-    from data.conversations import Rejected, normalise
-    from data.sources import data_files, decode, file_rows
-    from pipeline.preparer import prompt_key
-
-    keys: dict[str, frozenset[int]] = {}
-    for name, benchmark in run.eval.benchmarks.items():
-        if benchmark.path is None:
-            continue
-        found = set()
-        for row in chain.from_iterable(map(file_rows, data_files(Path(benchmark.path)))):
-            try:
-                messages = normalise(decode(row)).messages
-            except Rejected as error:
-                raise BadInput(f"{benchmark.path}: benchmark `{name}` has an unusable row: {error}") from None
-            found |= {prompt_key(message["content"]) for message in messages if message["role"] == "user"}
-        keys[name] = frozenset(found)
-    return keys
 
 
 def template_or_tokenizer(preparer: Any) -> dict[str, Any]:

@@ -230,15 +230,69 @@ def test_duplicates_can_be_dropped(run_of: MakeRun) -> None:
     assert account(run)["dropped"] == {"duplicate": 2}
 
 
+def bench(tmp_path: Path, *questions: str) -> dict[str, Any]:
+    """An `eval` section with the benchmark `sums`."""
+    file = tmp_path / "bench.jsonl"
+    file.write_text("".join(json.dumps({"turns": [question]}) + "\n" for question in questions))
+    return {"benchmarks": {"sums": {"path": str(file)}}}
+
+
 def test_contamination_is_counted_with_ids(run_of: MakeRun, tmp_path: Path) -> None:
-    bench = tmp_path / "bench.jsonl"
-    bench.write_text(json.dumps({"turns": ["What is  TWO plus two"]}) + "\n")
-    path, run = run_of(
-        [chat(id="leak", question="what is two plus two?"), chat(id="clean")],
-        eval={"benchmarks": {"sums": {"path": str(bench)}}},
-    )
+    rows = [chat(id="leak", question="what is two plus two?"), chat(id="clean")]
+    path, run = run_of(rows, eval=bench(tmp_path, "What is  TWO plus two"))
     prepare(path)
     assert account(run)["contamination"] == {"sums": {"rows": 1, "ids": ["leak"]}}
+    path, run = run_of(rows[1:], eval=bench(tmp_path, "What is  TWO plus two"))
+    text = prepare(path)
+    assert account(run)["contamination"] == {"sums": {"rows": 0, "ids": []}}
+    assert "0 rows ask what benchmark `sums` asks" in text
+
+
+@pytest.mark.parametrize("responses", ["keep", "regenerate"])
+def test_other_benchmarks_are_compared_with_rows_that_are_there(
+    run_of: MakeRun, tmp_path: Path, responses: str
+) -> None:
+    rows = [chat(id="leak", question="what is two plus two?"), chat(id="clean")]
+    path, run = run_of(rows, {"responses": responses})
+    prepare(path)
+    before = snapshot(run)
+    assert account(run)["contamination"] == {}
+    run_of(rows, {"responses": responses}, eval=bench(tmp_path, "What is two plus two?", "What else?"))
+    prepare(path)
+    assert account(run)["contamination"] == {"sums": {"rows": 1, "ids": ["leak"]}}
+    after = snapshot(run)
+    assert {name for name in after if after[name] != before[name]} == {"prompts/accounting.json", "prompts/state.json"}
+
+
+def test_a_benchmark_out_of_reach_is_named_and_counted_when_it_is_there(
+    run_of: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    hub = {"benchmarks": {"maths": {"preset": "gsm8k"}, "own": {"hub": "some/set"}}}
+    rows = [
+        chat(id="a", question="how many  APPLES?"),
+        chat(
+            id="b", question="How many pears?\nPlease reason step by step, and put your final answer within \\boxed{}."
+        ),
+        chat(id="c", question="any plums?"),
+    ]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: exec("raise ConnectionError('no route')"))
+    path, run = run_of(rows, eval=hub)
+    text = prepare(path)
+    assert "rows are not compared with benchmark `maths`" in " ".join(text.split())
+    assert "no route" in account(run)["benchmarks"]["own"]
+    assert account(run)["contamination"] == {}
+    sets = {
+        "openai/gsm8k": [{"question": "How many apples?"}, {"question": "How many pears?"}],
+        "some/set": [{"messages": [{"role": "user", "content": "Any plums?"}]}],
+    }
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, *_, **__: sets[name])
+    prepare(path)
+    assert account(run)["contamination"] == {
+        "maths": {"rows": 2, "ids": sorted(["a", "b"], key=lambda name: (row_hash(name) % 3, row_hash(name)))},
+        "own": {"rows": 1, "ids": ["c"]},
+    }
 
 
 def test_dropped_too_many_fails_and_publishes_nothing(run_of: MakeRun) -> None:

@@ -95,16 +95,32 @@ class RMSNorm(nn.Module):
 class Linear(nn.Linear):
     """A bias-free product whose weight may be kept wider than its input.
 
-    Training installs a `product` (`pipeline/products.py`) that reads a narrow copy of the weight.
+    Serving's rounding replaces `product`; training installs `joint` (`pipeline/products.py`), which reads narrow copies
+    of the weights and multiplies by several matrices at once.
     """
 
     product: Callable[[Linear, Tensor], Tensor] | None = None
+    joint: Callable[[Sequence[Linear], Tensor], Tensor] | None = None
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.joint is not None:
+            return self.joint((self,), x)
         return F.linear(x, self.weight) if self.product is None else self.product(self, x)
+
+
+JOINT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Matrices that multiply one input, in the order in which `side_by_side` names them; a group's tail may go alone."""
+
+
+def side_by_side(x: Tensor, *linears: Linear) -> Sequence[Tensor]:
+    """x [..., I] by each of a `JOINT` group's matrices [O, I] -> [..., O] each: one product in training."""
+    joint = linears[0].joint
+    if joint is None:
+        return [linear(x) for linear in linears]
+    return joint(linears, x).split([linear.out_features for linear in linears], -1)
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:
@@ -132,14 +148,19 @@ class Attention(nn.Module):
         """[B, T, heads * D] -> [B, T, heads, D]."""
         return x.unflatten(-1, (-1, self.head_dim))
 
-    def queries(self, x: Tensor, rope: Rope) -> Tensor:
-        """[B, Q, H] -> [B, A, Q, D]."""
-        return rotate(self.q_norm(self.heads(self.q_proj(x))).transpose(1, 2), rope)
+    def queries_keys_values(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, Q, H] -> queries [B, A, Q, D], keys and values [B, G, Q, D]; queries and keys are normed and rotated."""
+        queries, keys, values = side_by_side(x, self.q_proj, self.k_proj, self.v_proj)
+        queries = rotate(self.q_norm(self.heads(queries)).transpose(1, 2), rope)
+        return queries, *self._turned(keys, values, rope)
 
     def keys_values(self, x: Tensor, rope: Rope) -> KeyValue:
         """[B, T, H] -> keys and values, each [B, G, T, D]; keys are normed and rotated."""
-        keys = rotate(self.k_norm(self.heads(self.k_proj(x))).transpose(1, 2), rope)
-        return keys, self.heads(self.v_proj(x)).transpose(1, 2)
+        return self._turned(*side_by_side(x, self.k_proj, self.v_proj), rope)
+
+    def _turned(self, keys: Tensor, values: Tensor, rope: Rope) -> KeyValue:
+        keys = rotate(self.k_norm(self.heads(keys)).transpose(1, 2), rope)
+        return keys, self.heads(values).transpose(1, 2)
 
     def output(self, mixed: Tensor) -> Tensor:
         """[B, A, Q, D] -> [B, Q, H]."""
@@ -156,7 +177,8 @@ class MLP(nn.Module):
         self.down_proj = Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = side_by_side(x, self.gate_proj, self.up_proj)
+        return self.down_proj(F.silu(gate) * up)
 
 
 class Layer(nn.Module):
@@ -174,9 +196,9 @@ class Layer(nn.Module):
     ) -> Tensor:
         """x [B, Q, H], context keys and values [B, G, S, D] -> [B, Q, H]."""
         normed = self.input_layernorm(x)
-        own_keys, own_values = self.self_attn.keys_values(normed, rope)
+        queries, own_keys, own_values = self.self_attn.queries_keys_values(normed, rope)
         keys, values = torch.cat((context[0], own_keys), 2), torch.cat((context[1], own_values), 2)
-        x = x + self.self_attn.output(attend(self.self_attn.queries(normed, rope), keys, values))
+        x = x + self.self_attn.output(attend(queries, keys, values))
         return x + self.mlp(self.post_attention_layernorm(x))
 
 

@@ -74,6 +74,11 @@ def block_inputs(head: TargetHead, mask_token: int, block_size: int, batch: dict
     return head.embed(ids.flatten()[None].long()), positions.flatten()[None]
 
 
+def rope_tables(drafter: Drafter, positions: Tensor, context: Tensor, dtype: torch.dtype) -> tuple[Rope, Rope]:
+    """Tables of the slots [1, Q] and of the context [1, S]."""
+    return drafter.rope(positions, dtype), drafter.rope(context, dtype)
+
+
 def run_layer(layer: Layer, x: Tensor, rope: Rope, context: Tensor, context_rope: Rope, mask: Mask) -> Tensor:
     """One layer over packed blocks: x [1, Q, H], context [1, S, H] -> [1, Q, H]."""
     return layer(x, rope, layer.self_attn.keys_values(context, context_rope), mask.attend)
@@ -125,6 +130,7 @@ class Step:
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         wrap = compiler(mode, deterministic)
         self.run_context, self.run_blocks = wrap(context_of), wrap(block_inputs)
+        self.run_rope = wrap(rope_tables)
         self.run_layer, self.run_norm, self.hits = wrap(run_layer), wrap(run_norm), wrap(chunk_hits)
         self.narrow = NarrowWeights(drafter, dtype, fp8, wrap) if dtype != torch.float32 else None
         copies = self.narrow.copies if self.narrow is not None and optimizer.muon is None else {}
@@ -166,8 +172,7 @@ class Step:
         leaf = context.detach().requires_grad_()
         x, positions = self.run_blocks(self.head, self.drafter.config.mask_token_id, self.rule.block_size, batch)
         x = x.to(self.dtype)
-        rope = self.drafter.rope(positions, self.dtype)
-        context_rope = self.drafter.rope(batch["position"][None], self.dtype)
+        rope, context_rope = self.run_rope(self.drafter, positions, batch["position"][None], self.dtype)
         masks, pieces = self.masks(), []
         for index, layer in enumerate(self.drafter.layers):
             y = self.run_layer(layer, x, rope, leaf, context_rope, masks[self.window(index)])

@@ -1,14 +1,15 @@
 """Matrix products of training: float32 masters, narrow operands.
 
-The forward and the input gradient read a narrow copy of each weight, refreshed once an optimizer step. The weight
+The forward and the input gradient read a narrow copy of each weight, refreshed once an optimizer step. Copies of
+matrices that multiply one input lie one below another, so that they are one product, forward and backward. The weight
 gradient is formed in float32 straight from the product, so that nothing is cast twice and nothing is rounded to bf16
-before it is summed. The float8 variant scales each tensor by its largest magnitude (Micikevicius et al. 2022,
+before it is summed. The float8 variant scales each operand by its largest magnitude (Micikevicius et al. 2022,
 section 3): e4m3 forward, e5m2 for gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from data.errors import BadInput
-from pipeline.drafter import Drafter, Linear
+from pipeline.drafter import JOINT, Drafter, Linear
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -35,18 +36,19 @@ def _(dy: Tensor, x: Tensor) -> Tensor:
 
 
 class NarrowProduct(torch.autograd.Function):
-    """x [..., I] times a narrow copy of a float32 weight [O, I]; the gradient goes to the float32 weight."""
+    """x [..., I] times `rows` [O, I], narrow copies of float32 weights one below another; gradients go to `weights`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, narrow: Tensor) -> Tensor:
-        ctx.save_for_backward(x, narrow)
-        return F.linear(x, narrow)
+    def forward(ctx: Any, x: Tensor, rows: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, rows)
+        ctx.outputs = [weight.shape[0] for weight in weights]
+        return F.linear(x, rows)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor, None]:
-        x, narrow = ctx.saved_tensors
-        dx = dy @ narrow if ctx.needs_input_grad[0] else None
-        return dx, weight_gradient(dy.flatten(0, -2), x.flatten(0, -2)), None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, rows = ctx.saved_tensors
+        dx = dy @ rows if ctx.needs_input_grad[0] else None
+        return dx, None, *weight_gradient(dy.flatten(0, -2), x.flatten(0, -2)).split(ctx.outputs)
 
 
 def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -61,18 +63,19 @@ def scaled_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out: 
 
 
 class Float8Product(torch.autograd.Function):
-    """The same with float8 operands; `rows` [O, I] and `columns` [I, O] hold the quantised weight both ways."""
+    """The same with float8 operands; `rows` [O, I] and `columns` [I, O] hold the quantised weights both ways."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, rows: Tensor, columns: Tensor, scale: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, rows: Tensor, columns: Tensor, scale: Tensor, *weights: Tensor) -> Tensor:
         flat = x.flatten(0, -2)
         x8, x_scale = quantise(flat, E4M3)
         ctx.save_for_backward(x8.t().contiguous(), x_scale, columns, scale)
+        ctx.outputs = [weight.shape[0] for weight in weights]
         y = scaled_product(x8, rows.t(), x_scale, scale, x.dtype, fast=True)
         return y.unflatten(0, x.shape[:-1])
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor, None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x8_t, x_scale, columns, scale = ctx.saved_tensors
         flat = dy.flatten(0, -2)
         dy8, dy_scale = quantise(flat, E5M2)
@@ -80,39 +83,61 @@ class Float8Product(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = scaled_product(dy8, columns.t(), dy_scale, scale, dy.dtype, fast=False).unflatten(0, dy.shape[:-1])
         dw = scaled_product(dy8.t().contiguous(), x8_t.t(), dy_scale, x_scale, torch.float32, fast=False)
-        return dx, dw, None, None, None
+        return dx, None, None, None, *dw.split(ctx.outputs)
 
 
 class NarrowWeights:
-    """The narrow copies of a drafter's matrices, installed as its linears' products.
+    """The narrow copies of a drafter's matrices, installed as its linears' joint products.
 
-    `refresh` rewrites them from the masters (it can be captured). bf16 copies that the optimizer itself refreshes are
-    named in `copies`. Raises BadInput when a float8 matrix has a side that 16 does not divide.
+    Each linear holds `rows` [O.., I] (float8: also `columns` [I, O..] and `scale` []), views of its group's copies
+    that start at its own and run to the group's end. `refresh` rewrites all from the masters (it can be captured);
+    bf16 copies that the optimizer itself refreshes are named in `copies`. Raises BadInput when a float8 matrix has a
+    side that 16 does not divide.
     """
 
     def __init__(self, drafter: Drafter, dtype: torch.dtype, fp8: bool, wrap: Callable[[Callable], Callable]) -> None:
-        linears = {name: module for name, module in drafter.named_modules() if isinstance(module, Linear)}
-        self.linears, self.fp8 = list(linears.values()), fp8
-        self.run_refresh = wrap(refresh_float8)
-        for name, linear in linears.items():
-            weight = linear.weight.detach()
-            if not fp8:
-                linear.narrow, linear.product = torch.empty_like(weight, dtype=dtype), _narrow_product
-                continue
-            require_float8_sides(name, weight)
-            linear.rows = torch.empty_like(weight, dtype=E4M3)
-            linear.columns = torch.empty_like(weight.t(), dtype=E4M3, memory_format=torch.contiguous_format)
-            linear.scale, linear.product = torch.ones((), device=weight.device), _float8_product
-        self.copies = {} if fp8 else {f"{name}.weight": linear.narrow for name, linear in linears.items()}
+        self.groups, self.fp8 = groups(drafter), fp8
+        self.run_scale, self.run_refresh = wrap(refresh_scale), wrap(refresh_float8)
+        self.copies: dict[str, Tensor] = {}
+        for group in self.groups:
+            outputs, weight = sum(linear.out_features for linear in group.values()), next(iter(group.values())).weight
+            rows = weight.new_empty((outputs, weight.shape[1]), dtype=E4M3 if fp8 else dtype)
+            columns = weight.new_empty(rows.shape[::-1], dtype=E4M3) if fp8 else None
+            scale, low = torch.ones((), device=weight.device), 0
+            for name, linear in group.items():
+                linear.rows, linear.joint = rows[low:], _narrow_product
+                if columns is not None:
+                    require_float8_sides(name, linear.weight)
+                    linear.columns, linear.scale, linear.joint = columns[:, low:], scale, _float8_product
+                low += linear.out_features
+        if not fp8:
+            self.copies = {f"{n}.weight": x.rows[: x.out_features] for group in self.groups for n, x in group.items()}
         self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:
-        if not self.fp8:
-            torch._foreach_copy_([linear.narrow for linear in self.linears], [x.weight for x in self.linears])
-            return
-        for linear in self.linears:
-            self.run_refresh(linear.weight, linear.rows, linear.columns, linear.scale)
+        for group in self.groups:
+            linears = list(group.values())
+            weights = [linear.weight for linear in linears]
+            if not self.fp8:
+                torch._foreach_copy_([linear.rows[: linear.out_features] for linear in linears], weights)
+                continue
+            scale = linears[0].scale
+            self.run_scale(weights, scale)
+            for linear in linears:
+                rows, columns = linear.rows[: linear.out_features], linear.columns[:, : linear.out_features]
+                self.run_refresh(linear.weight, rows, columns, scale)
+
+
+def groups(drafter: Drafter) -> list[dict[str, Linear]]:
+    """A drafter's linears by name, those of one `JOINT` group together and in its order."""
+    made: dict[str, dict[str, Linear]] = {}
+    for name, module in drafter.named_modules():
+        if isinstance(module, Linear):
+            parent, _, last = name.rpartition(".")
+            first = next((names[0] for names in JOINT if last in names), last)
+            made.setdefault(f"{parent}.{first}", {})[name] = module
+    return list(made.values())
 
 
 def require_float8_sides(name: str, weight: Tensor) -> None:
@@ -123,17 +148,26 @@ def require_float8_sides(name: str, weight: Tensor) -> None:
         )
 
 
+def refresh_scale(weights: Sequence[Tensor], scale: Tensor) -> None:
+    """The scale [] that float8 copies of `weights` share."""
+    largest = torch.stack([weight.abs().amax() for weight in weights]).amax()
+    scale.copy_(largest.clamp(min=1e-12) / torch.finfo(E4M3).max)
+
+
 def refresh_float8(weight: Tensor, rows: Tensor, columns: Tensor, scale: Tensor) -> None:
-    """Write a weight [O, I] as float8 both ways, and its scale."""
-    quantised, new_scale = quantise(weight, E4M3)
+    """Write a weight [O, I] as float8 of `scale` [] both ways."""
+    quantised = (weight / scale).to(E4M3)
     rows.copy_(quantised)
     columns.copy_(quantised.t())
-    scale.copy_(new_scale)
 
 
-def _narrow_product(linear: Linear, x: Tensor) -> Tensor:
-    return NarrowProduct.apply(x, linear.weight, linear.narrow)
+def _narrow_product(linears: Sequence[Linear], x: Tensor) -> Tensor:
+    weights = [linear.weight for linear in linears]
+    outputs = sum(len(weight) for weight in weights)
+    return NarrowProduct.apply(x, linears[0].rows[:outputs], *weights)
 
 
-def _float8_product(linear: Linear, x: Tensor) -> Tensor:
-    return Float8Product.apply(x, linear.weight, linear.rows, linear.columns, linear.scale)
+def _float8_product(linears: Sequence[Linear], x: Tensor) -> Tensor:
+    weights, first = [linear.weight for linear in linears], linears[0]
+    outputs = sum(len(weight) for weight in weights)
+    return Float8Product.apply(x, first.rows[:outputs], first.columns[:, :outputs], first.scale, *weights)

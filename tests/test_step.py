@@ -286,6 +286,28 @@ def test_rules_resolve_the_published_decays() -> None:
     assert [LossRule.of(Loss(), b).decay for b in (16, 10, 8, 7, 4)] == [7.0, 5.0, 4.0, 4.0, 4.0]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # dynamo instantiates autograd functions
+@pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("fp8", "tolerance"), [(False, 0.03), (True, 0.3)])
+def test_joint_products_of_narrow_copies_follow_the_oracle(mode: str, fp8: bool, tolerance: float) -> None:
+    """bf16 rounds to 3 digits, e5m2 gradients to 1; a matrix in another's place would be wrong by more than 1."""
+    torch._dynamo.reset()
+    cache = MemoryCache("float32", 3, 64, 256, [60, 40, 30])
+    narrow, plan = make_step(cache, config(hidden_size=64, vocab_size=256), SETTINGS, mode=mode, dtype=torch.bfloat16,
+                             fp8=fp8)  # fmt: skip
+    batch = whole_plan(cache, plan)
+    run(narrow, cache, batch)
+    narrow.run_micro(first=True, last=True)
+    wide, _ = make_step(cache, config(hidden_size=64, vocab_size=256), SETTINGS)
+    run(wide, cache, batch)
+    wide.run_micro(first=True, last=True)
+    for (name, a), b in zip(narrow.drafter.named_parameters(), wide.drafter.parameters(), strict=True):
+        assert (a.grad - b.grad).norm() / b.grad.norm() < tolerance, name
+    narrow.run_update()
+    for name, copy in narrow.narrow.copies.items():
+        assert torch.equal(copy, narrow.drafter.get_parameter(name).bfloat16()), name
+
+
 def test_drafter_has_the_released_names() -> None:
     names = dict(Drafter(config(num_layers=3)).named_parameters())
     assert len(names) == 11 * 3 + 3

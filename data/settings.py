@@ -174,8 +174,8 @@ class Extract(Section):
     """Teacher data for distillation: the post-norm last hidden state, or top-k log-probabilities."""
     top_k: Positive = 64
     """Entries a token of the `top_k` extra."""
-    window_bytes: Positive = 2 << 30
-    """Encoded bytes between two resume points."""
+    window_bytes: Positive = 8 << 30
+    """Encoded bytes between two resume points; rows are sorted by length inside a window, so larger pads less."""
     shard_bytes: Positive = 512 << 20
     """Encoded bytes of one Zarr group."""
     compile: bool = True

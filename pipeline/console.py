@@ -32,12 +32,12 @@ class Snapshot:
     note: str
 
     def text(self) -> str:
-        share = f" ({100 * self.done / self.total:.0f} %)" if self.total else ""
+        known = self.total >= self.done  # a total may be an estimate
+        share = f" ({100 * self.done / self.total:.0f} %)" if self.total and known else ""
+        of = f"/{self.total:g}" if known else ""
         left = "" if self.left is None else f", {duration(self.left)} left"
         note = f"; {self.note}" if self.note else ""
-        return (
-            f"{self.title}: {self.done:g}/{self.total:g} {self.unit}{share}, {self.rate:.3g} {self.unit}/s{left}{note}"
-        )
+        return f"{self.title}: {self.done:g}{of} {self.unit}{share}, {self.rate:.3g} {self.unit}/s{left}{note}"
 
 
 class Sink(Protocol):
@@ -159,7 +159,7 @@ class Progress:
         fresh = self.done - self._before
         seconds = max(time.monotonic() - self._started, 1e-9)
         rate = fresh / seconds if fresh else 0.0
-        left = (self.total - self.done) / rate if rate else None
+        left = (self.total - self.done) / rate if rate and self.done <= self.total else None
         return Snapshot(self.title, self.unit, self.done, self.total, rate, left, self.note)
 
     def _report(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from data.codec import ArraySpec, Codec
 from pipeline.head import TargetHead
@@ -21,6 +22,8 @@ from pipeline.windows import Work
 
 LOGIT_ROWS = 1024
 """States whose logits exist at once."""
+CHUNK = 4096
+"""States that compiled code encodes at once. One fixed shape: compilers handle a varying one badly or not at all."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,8 @@ class Teacher:
 class Encoder:
     """Token ids to encoded states, on the device.
 
-    Compiled: every decoder layer is the same compiled code with dynamic B and T, so shapes cost no compilation.
+    Compiled: every decoder layer is the same compiled code with dynamic B and T, and states are encoded `CHUNK` at a
+    time, so shapes cost no compilation.
     """
 
     def __init__(
@@ -57,7 +61,7 @@ class Encoder:
         self.codec = codec.to(target.device)
         self.taps = Taps(target, layer_ids, whole=bool(teacher))
         self.head: TargetHead | None = target.head().to(target.device, target.dtype) if teacher.top_k else None
-        self.encode = self._encode
+        self.encode, self.chunk = self._encode, 0
         self._plain: list[tuple[nn.Module, str, Any]] = []
         if compiled:
             torch._dynamo.config.recompile_limit = 64
@@ -65,7 +69,7 @@ class Encoder:
                 name = "_old_forward" if hasattr(layer, "_old_forward") else "forward"  # inside a device map's wrapper
                 self._plain.append((layer, name, layer.__dict__.get(name)))
                 setattr(layer, name, torch.compile(getattr(layer, name), dynamic=True))
-            self.encode = torch.compile(self._encode, dynamic=True)
+            self.encode, self.chunk = torch.compile(self._encode, dynamic=False), CHUNK
             self._warm_up()
 
     def close(self) -> None:
@@ -92,10 +96,18 @@ class Encoder:
         for states in tapped:
             assert states.shape[:2] == ids.shape, f"a tap gave {tuple(states.shape)} for ids {tuple(ids.shape)}"
         with torch.inference_mode():
-            return {**self.encode(tapped, kept), **self._teach(taught)}
+            return {**self._encoded(tapped, kept), **self._teach(taught)}
 
-    def _encode(self, tapped: list[Tensor], kept: Tensor) -> dict[str, Tensor]:
-        states = torch.stack([layer.flatten(0, 1).index_select(0, kept) for layer in tapped], 1)
+    def _encoded(self, tapped: list[Tensor], kept: Tensor) -> dict[str, Tensor]:
+        count, size = len(kept), self.chunk or len(kept)
+        pieces = []
+        for index in kept.split(size):
+            index = functional.pad(index, (0, size - len(index)))
+            states = torch.stack([layer.flatten(0, 1).index_select(0, index) for layer in tapped], 1)
+            pieces.append(self.encode(states))
+        return {name: torch.cat([piece[name] for piece in pieces])[:count] for name in pieces[0]}
+
+    def _encode(self, states: Tensor) -> dict[str, Tensor]:
         return {**self.codec.encode(states), "amax": states.abs().amax(-1).float()}
 
     def _teach(self, taught: Tensor) -> dict[str, Tensor]:

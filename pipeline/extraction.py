@@ -32,6 +32,8 @@ from pipeline.windows import Work, batches, padded
 
 SLOTS = 4
 """Batches between device and disk."""
+AHEAD = 2
+"""Batches that are launched while an earlier one runs: a small one is launched no faster than a large one."""
 OPEN_WINDOWS = 2
 """Windows whose shards are not durable yet."""
 PUTTERS, FINISHERS = 3, 4
@@ -181,7 +183,7 @@ class Extraction:
         ids, kept, taught = self._upload(slot, works, length)
         arrays = self.encoder(ids, kept, taught)
         self.flights.append(Flight(works, places, slot, self._download(slot, arrays)))
-        while self.flights and (len(self.flights) > 1 or _is_over(self.flights[0].arrived)):
+        while self.flights and (len(self.flights) > AHEAD or _is_over(self.flights[0].arrived)):
             self._hand_over()
 
     def _free_slot(self) -> Slot:

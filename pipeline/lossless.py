@@ -21,14 +21,15 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from data.errors import Failure
+from pipeline.console import say
 from pipeline.decode import Answer, Engine, Prompt
 from pipeline.kvcache import cache_argument
 from pipeline.target import Target
 
 FLOAT32_GAP = 1e-4
 """Largest float64 gap between two logits that a float32 run may swap."""
-BATCH = 8
-"""Texts judged together."""
+BATCH_TOKENS = 1 << 15
+"""Tokens, padding included, of texts that are judged together."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ def check(
             verdict.exact = len(texts) - len(found)
         if not found:
             break
+        say(f"lossless check: {len(found)} of {len(texts)} answers leave the plain one: are they ties?")
         judge = judge or Judge(target, engine.block_size)
         texts = []
         for text, difference in zip(*_judged(judge, found, answers), strict=True):
@@ -131,12 +133,13 @@ def _resume(text: _Text) -> Prompt:
 def _judged(
     judge: Judge, found: Sequence[tuple[_Text, int]], answers: Mapping[str, tuple[int, ...]]
 ) -> tuple[list[_Text], list[Difference]]:
+    found = sorted(found, key=lambda pair: len(pair[0].prompt.ids) + pair[1])
     pairs = [(text.plain[at], answers[text.prompt.id][at - text.begin]) for text, at in found]
     results: list[tuple[float, float]] = []
-    for first in range(0, len(found), BATCH):
-        group = found[first : first + BATCH]
-        contexts = [[*text.prompt.ids, *text.plain[:at]] for text, at in group]
-        results += judge.gaps(contexts, pairs[first : first + BATCH])
+    size = max(1, BATCH_TOKENS // (len(found[-1][0].prompt.ids) + found[-1][1]))
+    for first in range(0, len(found), size):
+        contexts = [[*text.prompt.ids, *text.plain[:at]] for text, at in found[first : first + size]]
+        results += judge.gaps(contexts, pairs[first : first + size])
     differences = [
         Difference(text.prompt.id, at, plain, drafted, gap, allowed)
         for (text, at), (plain, drafted), (gap, allowed) in zip(found, pairs, results, strict=True)

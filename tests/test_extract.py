@@ -293,6 +293,20 @@ def test_waiting_for_the_disk_is_measured(
     assert int(line.split("waiting for disk: ")[1].split(" %")[0]) > 3
 
 
+@pytest.mark.parametrize("kept", [0, 1, 16, 37])
+def test_states_encoded_in_pieces_are_those_encoded_at_once(kept: int, tiny_target: Target) -> None:
+    from data.codec import make_codec
+
+    encoder = Encoder(tiny_target, (1, 2, 3), make_codec("fp8", 3, tiny_target.width), Teacher(), compiled=False)
+    ids, index = torch.arange(60).view(3, 20), torch.arange(kept) + 5
+    whole = encoder(ids, index, index[:0])
+    encoder.chunk = 16
+    pieces = encoder(ids, index, index[:0])
+    encoder.close()
+    assert whole.keys() == pieces.keys()
+    assert all(torch.equal(pieces[name].float(), whole[name].float()) for name in whole)
+
+
 @pytest.mark.gpu
 def test_compiled_extraction_agrees_and_compiles_no_more_after_warm_up(new_run: Callable[..., Run]) -> None:
     run = new_run(codec="bf16")

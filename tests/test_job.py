@@ -265,3 +265,13 @@ def test_a_status_file_that_is_not_one_counts_as_none(tmp_path: Path) -> None:
     for text in ("", "[1]", '{"status": ', json.dumps({"status": "running", "pid": "x", "host": 3})):
         (tmp_path / "a.status.json").write_text(text)
         read_status(tmp_path / "a.status.json")
+
+
+def test_more_done_than_an_estimate_said_shows_no_share_and_no_time_left() -> None:
+    with Progress(4, "prepare", unit="rows") as bar:
+        bar.advance(7)
+        assert bar.snapshot().left is None
+        text = bar.snapshot().text()
+    assert text.startswith("prepare: 7 rows, ")
+    assert "%" not in text
+    assert "left" not in text

@@ -14,7 +14,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
 from data.errors import BadInput
 from data.settings import Run
@@ -64,6 +64,20 @@ def test_taps_equal_hidden_states_of_every_family(name: str) -> None:
         wanted = target.model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
     for k, layer in enumerate((0, 1, 3)):
         torch.testing.assert_close(states[:, :, k], wanted[layer + 1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_taps_never_ask_the_device_how_rows_are_packed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(position_ids: torch.Tensor) -> None:
+        raise AssertionError("a forward pass waited for the device")
+
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", asked)
+    target, ids = family(name), torch.arange(40).view(2, 20)
+    if name == "qwen3":  # else the question has another name by now, and this test asks nothing
+        with pytest.raises(AssertionError, match="waited"):
+            target.logits(ids)
+    target.tap(ids, (1, 2))
+    assert masking_utils.find_packed_sequence_indices is asked
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -302,15 +302,20 @@ def saved_rows(path: Path, split: str) -> Iterator[Raw]:
 
 
 def hub_rows(source: Source, cache: Path) -> Iterator[Raw]:
-    """Rows of a hub data set; downloads stay inside the run's root."""
+    """Rows of a hub data set. What `datasets` makes of it lies in `cache`; the files as they came, where the hub's own
+    client keeps them (`HF_HOME`).
+
+    Raises BadInput, in one line, for a set that is missing, out of reach, gated or damaged.
+    """
     from datasets import load_dataset
 
     try:
         yield from load_dataset(
             source.hub, source.subset, split=source.split, streaming=source.streaming, cache_dir=str(cache)
         )
-    except (OSError, ValueError) as error:
-        raise BadInput(f"data set {label(source)}: {' '.join(str(error).split())[:300]}") from None
+    except Exception as error:  # what the hub's clients raise has no common base
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise BadInput(f"data set {label(source)}: cannot be read to its end ({why})") from None
 
 
 def source_record(source: Source) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from the chunks that are there.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ import click
 
 from data.errors import BadInput, Failure
 from data.layout import Layout
-from data.manifest import State, file_record, fingerprint, publish, read_json, read_manifest, write_bytes
+from data.manifest import State, file_record, fingerprint, publish, read_json, read_manifest
 from data.settings import Run, Source, load_run
 from data.shaping import shaping
 
@@ -243,10 +244,13 @@ class Preparation:
 
         reasons: Counter[str] = Counter()
         formats: Counter[tuple[str, str]] = Counter()
-        lines = []
-        for row in dropped_rows(paths, placed, self.parts):
-            reasons[row["reason"]] += 1
-            lines.append(json.dumps(row, ensure_ascii=True, sort_keys=True))
+        listed = self.folder / "dropped.jsonl"
+        temporary = listed.with_name(f".{listed.name}.tmp")
+        with temporary.open("w", encoding="ascii") as file:
+            for row in dropped_rows(paths, placed, self.parts):
+                reasons[row["reason"]] += 1
+                file.write(f"{json.dumps(row, sort_keys=True)}\n")
+        os.replace(temporary, listed)
         kept = sum(int((chunk.part >= 0).sum()) for chunk in placed.chunks)
         for path in paths:
             report = read_spill(path)[1]
@@ -254,8 +258,6 @@ class Preparation:
             formats.update({(report["name"], name): count for name, count in report["formats"].items()})
         for (name, form), count in formats.items():
             say(f"{name}: {count} rows of format {form}")
-        listed = self.folder / "dropped.jsonl"
-        write_bytes(listed, "".join(f"{line}\n" for line in lines).encode())
         dropped, limit = sum(reasons.values()), self.run.data.max_dropped
         why = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common(4))
         if not kept and set(reasons) == {"too_long"}:

@@ -126,6 +126,12 @@ BAD: list[tuple[Any, str]] = [
     ({"id": "question", "messages": chat()["messages"][:1]}, "no_answer"),
     ({"id": "turns", "turns": ["a", "b"]}, "no_answer"),
     ({"id": "image", "messages": [{"role": "user", "content": [{"type": "image"}]}]}, "image"),
+    ({"id": "tool-first", "messages": [{"role": "tool", "content": "4"}, *chat()["messages"]]}, "unknown_role"),
+    (
+        {"id": "calls", "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [7]}]},
+        "bad_tool_call",
+    ),
+    (chat([{"type": "text", "text": " "}], id="blank-part"), "empty_answer"),  # type: ignore[arg-type]
     (chat("a<|im_end|>b", id="end-inside"), "end_inside_answer"),
     (chat(id="too-long", question="y" * 500), "too_long"),
     ({"id": "range", "token_ids": [1, 10**6]}, "token_out_of_range"),
@@ -405,6 +411,21 @@ def test_show_prints_rows_and_writes_nothing(run_of: MakeRun) -> None:
     assert "the answer.<|im_end|>" in text
     assert "not_json" in text
     assert not Layout.of(run).folder.exists()
+
+
+def test_show_colours_what_is_supervised(run_of: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    rows = [chat("the answer.", id=name) for name in "abcd"]
+    path, _ = run_of(rows)
+    text = prepare(path, "--show", "3")
+    green, grey = "\x1b[32m", "\x1b[90m"
+    assert text.count(f"{green}the answer.<|im_end|>") == 3
+    assert text.count("how?") == 3
+    for shown in text.split("how?")[:3]:
+        assert shown.rindex(grey) > shown.rfind(green)
+    path, _ = run_of(rows, {"responses": "regenerate"})
+    assert green not in prepare(path, "--show", "3")
 
 
 def test_prompts_only_when_the_target_is_to_answer(run_of: MakeRun) -> None:

@@ -14,8 +14,9 @@ from itertools import chain, takewhile
 from pathlib import Path
 
 from data.benchmarks import load_benchmark
-from data.conversations import Conversation, Rejected, normalise
+from data.conversations import Conversation, Rejected
 from data.errors import BadInput
+from data.formats import normalise
 from data.manifest import fingerprint
 from data.parts import read_prompts
 from data.settings import Benchmark, Run

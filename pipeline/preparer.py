@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from data.conversations import Conversation, Rejected, asked, detect, normalise, row_id, with_system
+from data.conversations import Conversation, Rejected, asked, with_system
+from data.formats import detect, normalise, row_id
 from data.settings import Data
 from data.sources import Chunk, decode
 from pipeline.contamination import benchmarks_in

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from data.conversations import normalise
+from data.formats import normalise
 from pipeline.contamination import benchmarks_in, prompt_keys
 from tests.template_kinds import tokenizer_of
 

@@ -6,6 +6,7 @@ import csv
 import datetime
 import gzip
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ import pytest
 import zstandard
 
 import data.sources
-from data.conversations import REASONS, Conversation, Rejected, detect, normalise, with_system
+from data.conversations import REASONS, Conversation, Rejected, with_system
 from data.errors import BadInput
+from data.formats import detect, normalise
 from data.settings import Source
 from data.sources import chunks, decode, source_record
 
@@ -228,6 +230,25 @@ def test_long_rows_of_tables_close_a_chunk_early(tmp_path: Path, monkeypatch: py
     pq.write_table(tokens, tmp_path / "b.parquet")
     source = Source(path=str(tmp_path))
     assert [len(chunk.rows) for chunk in chunks([source], tmp_path)] == [3, 3, 3, 1, 3, 3, 1]
+
+
+def test_hub_sets_are_asked_for_as_the_source_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def load(*names: Any, **options: Any) -> Iterator[dict[str, str]]:
+        asked.append((names, options))
+        yield from ({"text": "a"}, {"text": "b"})
+        raise datasets.exceptions.DatasetGenerationError("a shard is\ndamaged")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    source = Source(hub="some/set", subset="main", split="test", streaming=True, limit=2)
+    assert [row for chunk in chunks([source], tmp_path / "cache") for row in chunk.rows] == [
+        {"text": "a"},
+        {"text": "b"},
+    ]
+    assert asked == [(("some/set", "main"), {"split": "test", "streaming": True, "cache_dir": str(tmp_path / "cache")})]
+    with pytest.raises(BadInput, match=r"data set some/set/default/train: cannot be read .*a shard is damaged"):
+        list(chunks([Source(hub="some/set")], tmp_path))
 
 
 def test_folders_are_read_in_the_order_of_names(tmp_path: Path) -> None:

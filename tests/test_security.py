@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from data.cache import Cache
-from data.conversations import Conversation, Rejected, normalise
+from data.conversations import Conversation, Rejected
 from data.errors import BadInput
+from data.formats import normalise
 from data.layout import Layout
 from data.manifest import inside, read_manifest
 from data.settings import Run, load_run

@@ -244,6 +244,8 @@ rule train:
         HERE.benchmarks / "train" / "{drafter}.tsv"
     params:
         settings=lambda wildcards: shaping(RUN, "train", wildcards.drafter),
+        # The cache may be gone by now, or another run's: its own rule does not tell then.
+        cache=shaping(RUN, "extract"),
     retries: RUN.jobs.retries
     threads: drafter_cores
     resources:

@@ -42,7 +42,7 @@ class Journal:
         self._lock = os.open(folder / f".{stem}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self._path = folder / f"{stem}.status.json"
         self._stem = stem
-        self.status: dict[str, Any] = {"stage": stage, "label": label, "status": "waiting"}
+        self.status: dict[str, Any] = {"run": run.name, "stage": stage, "label": label, "status": "waiting"}
         self._written = 0.0
 
     def acquire(self, stop: Callable[[], None]) -> None:
@@ -75,6 +75,7 @@ class Journal:
             born=born(os.getpid()),
             host=socket.gethostname(),
             command=" ".join(sys.argv),
+            cache=self.run.cache.run,
             started=now(),
         )
         self.write()

@@ -15,7 +15,10 @@ from data.layout import Layout, part_name
 from data.manifest import fsync_folder, read_json
 from data.settings import Run, load_run
 from pipeline.console import say, size
-from pipeline.journal import statuses
+from pipeline.journal import read_status, statuses
+
+USERS = {"cache": ("extract", "verify", "train"), "checkpoints": ("train", "eval", "export")}
+"""Stages that read or write what is to be deleted: others may go on meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,10 @@ class Doomed:
 @click.command("clean")
 @click.argument("run_file", type=click.Path())
 @click.option("--cache", is_flag=True, help="The hidden-state cache: extract makes it again.")
-@click.option("--checkpoints", is_flag=True, help="Checkpoints of trained drafters, all but the best and the last.")
+@click.option(
+    "--checkpoints", is_flag=True,
+    help="Checkpoints of trained drafters, all but the best and the last, and work that forced re-runs set aside.",
+)  # fmt: skip
 @click.option("--all", "everything", is_flag=True, help="The whole folder of the run, logs and exports included.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 def command(run_file: str, cache: bool, checkpoints: bool, everything: bool, yes: bool) -> None:
@@ -38,7 +44,7 @@ def command(run_file: str, cache: bool, checkpoints: bool, everything: bool, yes
     run = load_run(run_file)
     if cache + checkpoints + everything != 1:
         raise BadInput("say what to delete: one of --cache, --checkpoints and --all")
-    _require_quiet(run)
+    _require_quiet(run, cache or everything, None if everything else USERS["cache" if cache else "checkpoints"])
     doomed = list(_whole(run) if everything else _cache(run) if cache else _checkpoints(run))
     if not doomed:
         say("nothing to delete")
@@ -54,10 +60,20 @@ def command(run_file: str, cache: bool, checkpoints: bool, everything: bool, yes
         _empty_bucket(run, run.extract.store)
 
 
-def _require_quiet(run: Run) -> None:
-    for job in statuses(run):
+def _require_quiet(run: Run, cache: bool, stages: tuple[str, ...] | None) -> None:
+    """Refuse while one of `stages` (None: any) of the run is at work, or with `cache` a training that reads its cache.
+
+    Raises BadInput.
+    """
+    jobs = [job for job in statuses(run) if stages is None or job["stage"] in stages]
+    if cache:
+        others = map(read_status, run.folder.parent.glob("*/logs/train/*.status.json"))
+        jobs += [job for job in others if job.get("cache") == run.name]
+    for job in jobs:
         if job["status"] in ("running", "waiting"):
-            raise BadInput(f"{job['stage']} {job['label']} is at work (pid {job['pid']}): end it first")
+            raise BadInput(
+                f"{job['stage']} {job['label']} of run {job['run']} is at work (pid {job['pid']}): end it first"
+            )
 
 
 def _cache(run: Run) -> Iterator[Doomed]:
@@ -70,6 +86,8 @@ def _checkpoints(run: Run) -> Iterator[Doomed]:
     """Checkpoints that nothing needs any more. An unfinished drafter keeps all: it resumes from one."""
     layout = Layout.of(run)
     for name in run.drafters:
+        for path in sorted(layout.drafter(name).parent.glob(f".{name}.old-*")):
+            yield Doomed(f"earlier work of {name}", path)
         manifest = layout.train_manifest(name)
         if not manifest.exists():
             continue

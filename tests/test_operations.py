@@ -100,11 +100,14 @@ def test_clean_keeps_the_best_and_the_last_checkpoint(run_file: str) -> None:
     for name in ("base", "wide"):
         for step in (1, 2, 3, 4):
             make(load_run(run_file), layout.checkpoints(name) / f"step-{step:06d}" / "meta.json")
+    aside = layout.drafter("base").with_name(".base.old-1")
+    make(load_run(run_file), aside / "checkpoints" / "step-000009" / "meta.json")
     publish(layout.train_manifest("base"), "drafter", {"best": {"step": 2}, "last": {"step": 4}})
     assert cli.exit_code(["clean", run_file, "--checkpoints", "--yes"]) == 0
     left = {name: sorted(path.name for path in layout.checkpoints(name).iterdir()) for name in ("base", "wide")}
     assert left["base"] == ["step-000002", "step-000004"]
     assert len(left["wide"]) == 4, "not trained to the end: it resumes from them"
+    assert not aside.exists(), "what a forced re-run set aside"
 
 
 def test_clean_leaves_a_run_at_work_alone(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,6 +116,29 @@ def test_clean_leaves_a_run_at_work_alone(run_file: str, capsys: pytest.CaptureF
         assert cli.exit_code(["clean", run_file, "--all", "--yes"]) == 2
     assert "is at work" in capsys.readouterr().err
     assert run.folder.exists()
+
+
+def test_clean_of_the_cache_goes_on_beside_stages_that_do_not_read_it(run_file: str) -> None:
+    """With `extract.keep: false` the flow drops the cache while it evaluates."""
+    run = load_run(run_file)
+    make(run, Layout.of(run).cache_part(0))
+    with job(run, "eval", "base"):
+        assert cli.exit_code(["clean", run_file, "--checkpoints", "--yes"]) == 2
+        assert cli.exit_code(["clean", run_file, "--cache", "--yes"]) == 0
+    assert not Layout.of(run).cache.exists()
+
+
+def test_clean_leaves_a_cache_alone_that_another_run_trains_from(
+    run_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = load_run(run_file)
+    make(run, Layout.of(run).cache_part(0))
+    Path("other.yaml").write_text(yaml.safe_dump(run_body(name="other", cache={"from": run.name})))
+    with job(load_run("other.yaml"), "train", "base"):
+        for what in ("--cache", "--all"):
+            assert cli.exit_code(["clean", run_file, what, "--yes"]) == 2
+        assert "train base of run other is at work" in capsys.readouterr().err
+    assert Layout.of(run).cache_part(0).exists()
 
 
 def test_clean_wants_to_know_what(run_file: str) -> None:

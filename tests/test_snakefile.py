@@ -146,6 +146,22 @@ def test_another_runs_cache_is_used_not_made(finished: Flow) -> None:
     assert finished("--dry-run").planned == LATER
 
 
+def test_a_change_of_what_shapes_another_runs_cache_reaches_training_which_refuses_it(finished: Flow) -> None:
+    finished.set("name", "second")
+    finished.set("cache", {"from": "x"})
+    assert finished().code == 0
+    assert finished("--dry-run").planned == {}
+    finished.set("extract.codec", "bf16")
+    assert finished("--dry-run").planned == LATER
+
+
+def test_a_change_of_what_shapes_a_dropped_cache_makes_it_again(flow: Flow) -> None:
+    flow.set("extract.keep", False)
+    assert flow().code == 0
+    flow.set("extract.codec", "bf16")
+    assert flow("--dry-run").planned == {"extract": 2, "clean": 1, **LATER}
+
+
 def test_a_cache_that_is_not_kept_is_dropped_after_training_and_not_made_again(flow: Flow) -> None:
     flow.set("extract.keep", False)
     assert flow().code == 0

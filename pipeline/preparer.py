@@ -167,13 +167,19 @@ class Preparer:
         if conversation.token_ids is not None:
             return [self.from_ids(conversation)], ()
         if conversation.text is not None:
-            ids = np.asarray(self.tokenizer.encode(conversation.text), np.int32)
+            ids = self.plain(conversation.text)
             return [Rendered(ids, np.ones(len(ids), bool), self.ends(ids))], ()
         messages, notes = up_to_last_answer(conversation)
         if conversation.response_ids is not None and not notes:
             return [self.with_ids(conversation)], ()
         ended = conversation.finished is not False
         return self.template.drafts(messages, conversation.tools, self.settings.supervise, ended), notes
+
+    def plain(self, text: str) -> np.ndarray:
+        """Ids int32 [T] of text as the tokenizer encodes it; a BOS that the text prints itself is not added again."""
+        ids = self.tokenizer.encode(text)
+        printed = self.tokenizer.bos_token_id is not None and ids[:2] == [self.tokenizer.bos_token_id] * 2
+        return np.asarray(ids[1:] if printed else ids, np.int32)
 
     def from_ids(self, conversation: Conversation) -> Rendered:
         ids = self.in_vocabulary(conversation.token_ids or ())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import multiprocessing
 import shutil
@@ -14,14 +15,17 @@ import numpy as np
 import pytest
 import yaml
 from click.testing import CliRunner
+from tokenizers import processors
 
 from data.errors import BadInput, Failure
 from data.layout import Layout
 from data.manifest import read_manifest
-from data.settings import Run, load_run
+from data.settings import Data, Run, load_run
 from data.spill import Seen
 from data.tokens import TokenRow, in_validation, read_tokens, row_hash, write_tokens
+from pipeline.preparer import Preparer
 from stages.prepare import Preparation, command
+from tests.template_kinds import tokenizer_of
 
 MakeRun = Callable[..., tuple[Path, Run]]
 
@@ -405,6 +409,33 @@ def test_interrupted_in_mid_pass_it_goes_on(run_of: MakeRun, monkeypatch: pytest
     assert snapshot(run) == whole
 
 
+def test_killed_while_parts_are_written_it_prepares_no_row_again(
+    run_of: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import data.parts
+    import pipeline.workers
+
+    path, run = run_of([chat(f"answer {i}.", id=f"row-{i}") for i in range(50)])
+    prepare(path)
+    whole = snapshot(run)
+    shutil.rmtree(Layout.of(run).folder)
+    write_part = data.parts.write_part
+
+    def dies(spills: Any, placed: Any, part: int, *more: Any) -> Any:
+        if part == 1:
+            raise KeyboardInterrupt
+        return write_part(spills, placed, part, *more)
+
+    monkeypatch.setattr(data.parts, "write_part", dies)
+    with pytest.raises(KeyboardInterrupt):
+        Preparation(run).make(lambda: None)
+    assert not Layout.of(run).prepared.exists()
+    monkeypatch.setattr(data.parts, "write_part", write_part)
+    monkeypatch.setattr(pipeline.workers, "prepare_chunk", lambda *_: pytest.fail("a row was prepared again"))
+    prepare(path)
+    assert snapshot(run) == whole
+
+
 def test_show_prints_rows_and_writes_nothing(run_of: MakeRun) -> None:
     path, run = run_of([chat("the answer.", id="a"), b"broken"])
     text = prepare(path, "--show", "2")
@@ -435,6 +466,18 @@ def test_prompts_only_when_the_target_is_to_answer(run_of: MakeRun) -> None:
     assert account(run)["counts"]["kept"] == 2
     assert dropped(run) == {"text": "nothing_to_answer"}
     assert not Layout.of(run).tokens(0).exists()
+
+
+def test_a_bos_that_text_prints_is_not_added_again() -> None:
+    tokenizer = copy.deepcopy(tokenizer_of("llama3"))
+    bos = tokenizer.bos_token
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        f"{bos} $A", special_tokens=[(bos, tokenizer.bos_token_id)]
+    )
+    preparer = Preparer(tokenizer, Data.model_validate({"train": [{"path": "-"}]}))
+    (plain,), (printed,) = (preparer.row({"text": text}).pieces for text in ("a text", f"{bos}a text"))
+    assert plain.ids.tolist() == printed.ids.tolist()
+    assert plain.ids.tolist().count(tokenizer.bos_token_id) == 1
 
 
 def test_tokens_survive_the_disk(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,9 @@ FLAT_ONLY = ("dflash", "specforge", "autoconfig", "sglang")
 """They read the flat keys of z-lab's form; speculators reads its own only, vLLM either."""
 HEAD_ROWS = 4096
 """Rows of the LM head that are compared, at most."""
+
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+"""What a consumer's process takes its number of threads from; see `one_thread`."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,8 @@ def ask(jobs: Mapping[str, list[dict[str, Any]]], python: str = sys.executable) 
 
     Raises Failure when the interpreter itself ends badly; a consumer that does so only spoils its own answers.
     """
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
+    quiet = {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, **quiet, **dict.fromkeys(THREADS, "1")}
     with tempfile.TemporaryDirectory() as scratch:
         listing = Path(scratch) / "jobs.json"
         listing.write_text(json.dumps(jobs))
@@ -121,9 +126,20 @@ def make_case(export: Checkpoint, head: TargetHead | None, path: Path) -> Tensor
     if "quantization_config" in export.raw:
         serve(drafter)
     part = TargetHead(rows, rows, None, 1.0, export.target.logit_multiplier, export.target.softcap)
-    with torch.no_grad():
+    with torch.no_grad(), one_thread():
         hidden = [block_hidden(drafter, taps[:a], block) for a, block in zip(anchors.tolist(), blocks, strict=True)]
         return torch.stack([part.logits(states[1:]) for states in hidden])
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Sums in one order, whoever computes: with more threads the last bits depend on how a product is shared out."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def block_hidden(drafter: Drafter, taps: Tensor, block: Tensor) -> Tensor:

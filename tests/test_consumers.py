@@ -109,12 +109,20 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def asked(exports: dict[str, Path], trained: dict[bool, dict[str, Any]], python: str, broken: Path) -> tuple[Any, Any]:
-    """All consumers' verdicts, and dflash's generations: at once, since each process imports for seconds."""
+    """All consumers' verdicts, and dflash's generations: at once, since each process imports for seconds.
+
+    Asked with two threads, as a user would: logits are compared bit for bit all the same.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
     with ThreadPoolExecutor() as pool, pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(broken))
+        patch.setenv("OMP_NUM_THREADS", "2")
         judged = pool.submit(check_exports, list(exports.values()), None, python)
         generated = pool.submit(ask, {"dflash": list(trained.values())}, python)
-        return judged.result(), generated.result()["dflash"]
+        answers = judged.result(), generated.result()["dflash"]
+    torch.set_num_threads(threads)
+    return answers
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,10 @@
-"""The text of every beginning of a conversation, from two renderings of the whole, for templates that read in order.
+"""The text of every beginning of a conversation from one rendering of the whole, for templates that read in order.
 
 Such a template looks at `messages` in one loop at its top level and nowhere else, but for the first message; it keeps
-no state across turns and never looks ahead. What it prints for the first n messages is then, by how Jinja runs, what
-it has printed for all of them when it takes message n, followed by what it prints behind the loop. Whether a template
-is of this kind is read off its syntax tree; what is not plainly so is not.
+no state across turns, never looks ahead, and minds the generation prompt behind the loop only. What it prints for the
+first n messages is then, by how Jinja runs, what it has printed for all of them when it takes message n, followed by
+what it prints behind the loop. Whether a template is of this kind is read off its syntax tree; what is not plainly so
+is not.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ def reads_in_order(template: nodes.Template) -> bool:
     aliases = {"messages"} | {a.target.name for a in template.find_all(nodes.Assign) if _is_tail(a)}
     loops = [node for node in template.body if isinstance(node, nodes.For) and _named(node.iter, aliases)]
     if len(loops) != 1 or not _takes_each_once(loops[0]):
+        return False
+    until = template.body[: template.body.index(loops[0]) + 1]
+    if any(name.name == "add_generation_prompt" for node in until for name in _names(node)):
         return False
     allowed = {id(loops[0].iter)}
     allowed |= {id(node) for assign in template.find_all(nodes.Assign) if _is_tail(assign) for node in _names(assign)}
@@ -135,21 +139,18 @@ def beginnings(
     compiled: Compiled, messages: Sequence[Message], values: Mapping[str, Any]
 ) -> Callable[[int, bool], str] | None:
     """For a template that reads in order: `f(n, prompt)` is the text of the first n >= 1 messages, with the generation
-    prompt if `prompt`. None when asking for the prompt changes what stands before it, or no message was taken.
+    prompt if `prompt`. None when no message was taken.
 
     Raises what the template raises.
     """
-    plain, prompting = (
-        Rendering.of(compiled, messages, {**values, "add_generation_prompt": prompt}) for prompt in (False, True)
-    )
-    if not plain.edges or prompting.edges != plain.edges:
+    whole = Rendering.of(compiled, messages, {**values, "add_generation_prompt": False})
+    first = Rendering.of(compiled, messages[:1], {**values, "add_generation_prompt": True})
+    if not whole.edges:
         return None
-    end, skipped = plain.edges[-1], len(messages) + 1 - len(plain.edges)
-    if prompting.text[:end] != plain.text[:end]:
-        return None
-    behind = {False: plain.text[end:], True: prompting.text[end:]}
+    skipped = len(messages) + 1 - len(whole.edges)
+    behind = {False: whole.text[whole.edges[-1] :], True: first.text[first.edges[-1] :]}
 
     def text(count: int, prompt: bool) -> str:
-        return plain.text[: plain.edges[max(count - skipped, 0)]] + behind[prompt]
+        return whole.text[: whole.edges[max(count - skipped, 0)]] + behind[prompt]
 
     return text

@@ -90,7 +90,7 @@ class Template:
         return {"tools": list(tools) or None, "documents": None, **self._values}
 
     def texts(self, messages: Messages, tools: Sequence[Any] = ()) -> Callable[[int, bool], str]:
-        """`f(n, prompt)` is `text(messages[:n], tools, prompt)`: rendered when asked for, or two renderings for all
+        """`f(n, prompt)` is `text(messages[:n], tools, prompt)`: rendered when asked for, or one rendering for all
         where the template reads in order.
         """
         compiled, found = self._compiled(bool(tools)), None

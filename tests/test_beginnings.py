@@ -1,4 +1,4 @@
-"""Two renderings of the whole give the same texts, rows and masks as a rendering for every turn, or are not used."""
+"""One rendering of the whole gives the same texts, rows and masks as a rendering for every turn, or is not used."""
 
 from __future__ import annotations
 
@@ -41,6 +41,9 @@ LOOKING_AHEAD = {
     "twice": f"{{% for m in messages %}}x{{% endfor %}}{{% for m in messages %}}{BODY}{{% endfor %}}{PROMPT}",
     "state": "{% set ns = namespace(last='') %}{% for m in messages %}"
     f"{BODY}{{% set ns.last = m.content %}}{{% endfor %}}{{{{ ns.last }}}}{PROMPT}",
+    "prompt": f"{{% for m in messages %}}{{{{ 'x' if add_generation_prompt else 'y' }}}}{BODY}{{% endfor %}}{PROMPT}",
+    "prompt-in-macro": f"{{% macro turn(m) %}}{{{{ add_generation_prompt }}}}{BODY}{{% endmacro %}}"
+    "{% for m in messages %}{{ turn(m) }}{% endfor %}",
     "reversed": f"{{% for m in messages[::-1] %}}{BODY}{{% endfor %}}{PROMPT}",
     "cut": f"{{% set some = messages[:2] %}}{{% for m in some %}}{BODY}{{% endfor %}}{PROMPT}",
     "tail-of-unknown-length": f"{{% set some = messages[-2:] %}}{{% for m in some %}}{BODY}{{% endfor %}}{PROMPT}",

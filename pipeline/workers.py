@@ -10,6 +10,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -18,10 +19,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from data.errors import Failure
 from data.settings import Run
 from data.sources import Chunk
 from data.spill import SPILL, write_spill
 from data.tokens import in_validation, ragged, row_hash, stable_hash
+from pipeline.job import die_with_parent
 from pipeline.preparer import Kept, Preparer
 
 SMALL = 4000
@@ -41,6 +44,12 @@ def start(run: Run, benchmarks: dict[str, frozenset[int]], threads: int | None =
 
     _preparer = Preparer(load_tokenizer(run), run.data, benchmarks)
     return _preparer
+
+
+def _begin(run: Run, benchmarks: dict[str, frozenset[int]]) -> None:
+    """First act of a worker process. Of a killed stage's workers nobody would hear again: they wait for each other."""
+    die_with_parent()
+    start(run, benchmarks, 1)
 
 
 def prepare_chunk(chunk: Chunk, path: Path, wanted: str, held_out: bool | float) -> int:
@@ -93,7 +102,7 @@ class Workers:
         self.pool: ProcessPoolExecutor | None = None
         if count:
             context = multiprocessing.get_context("spawn")
-            self.pool = ProcessPoolExecutor(count, context, initializer=start, initargs=(run, benchmarks, 1))
+            self.pool = ProcessPoolExecutor(count, context, initializer=_begin, initargs=(run, benchmarks))
 
     def __enter__(self) -> Workers:
         return self
@@ -103,15 +112,27 @@ class Workers:
             self.pool.shutdown(cancel_futures=True)
 
     def run(self, task: Callable[..., Any], arguments: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
-        """`task(*a)` for each `a`; at most two a process are under way, so that nothing piles up."""
+        """`task(*a)` for each `a`; at most two a process are under way, so that nothing piles up.
+
+        Raises Failure when a process dies.
+        """
         if self.pool is None:
             yield from (task(*each) for each in arguments)
             return
-        waiting = iter(arguments)
-        running: set[Future[Any]] = {self.pool.submit(task, *each) for each in islice(waiting, 2 * self.count)}
+        try:
+            yield from self._spread(self.pool, task, iter(arguments))
+        except BrokenProcessPool:
+            raise Failure(
+                "a worker process was killed, or out of memory: the same command goes on with what is not done"
+            ) from None
+
+    def _spread(
+        self, pool: ProcessPoolExecutor, task: Callable[..., Any], waiting: Iterator[tuple[Any, ...]]
+    ) -> Iterator[Any]:
+        running: set[Future[Any]] = {pool.submit(task, *each) for each in islice(waiting, 2 * self.count)}
         while running:
             done, running = wait(running, return_when=FIRST_COMPLETED)
-            running |= {self.pool.submit(task, *each) for each in islice(waiting, len(done))}
+            running |= {pool.submit(task, *each) for each in islice(waiting, len(done))}
             yield from (future.result() for future in done)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import click
@@ -42,6 +43,8 @@ def _checks(run: Run | None) -> Iterator[Check]:
         yield from _files(run)
         yield guarded("target", lambda: _target(run), "fix `target` in the run file")
         yield guarded("template", lambda: _template(run), "fix `target` or `data.template_arguments`")
+        for name in run.drafters:
+            yield guarded(f"mask token {name}", partial(_mask_token, run, name), f"fix `drafters.{name}.mask_token`")
     if devices.visible():
         yield guarded("torch on gpu", preflight.torch_sees, "install a torch whose CUDA the driver supports")
         yield guarded("compile and capture", _selftest, "update driver and torch, or set train.graphs to eager")
@@ -94,7 +97,7 @@ def _target(run: Run) -> Check:
 
 
 def _template(run: Run) -> Check:
-    """The chat template renders, and a mask token can be chosen for every drafter."""
+    """The chat template renders."""
     from pipeline.target import load_tokenizer
     from pipeline.template import render_prompt
 
@@ -103,6 +106,17 @@ def _template(run: Run) -> Check:
     if not ids:
         raise BadInput("the chat template renders to nothing")
     return Check("template", "ok", f"{len(ids)} tokens for one short turn")
+
+
+def _mask_token(run: Run, name: str) -> Check:
+    """A drafter's mask token can be chosen; whether it occurs in the rows is known when they are tokens."""
+    from pipeline.mask_token import choose_mask, mask_record
+    from pipeline.target import load_config, load_tokenizer
+
+    vocab = load_config(run).vocab_size
+    record = mask_record(load_tokenizer(run), vocab)
+    token, reason = choose_mask(run.drafter(name).mask_token, record, vocab, lambda ids: dict.fromkeys(ids, 0))
+    return Check(f"mask token {name}", "ok", f"id {token}: {reason}")
 
 
 def _table(checks: list[Check]) -> None:

@@ -48,7 +48,6 @@ def survey(run: Run, run_file: str) -> dict[str, Any]:
     """Where a run stands: `stages` (done of total), `jobs` (newest attempt of each), `next` command."""
     stages = {name: _count(paths) for name, paths in _artefacts(run).items()}
     jobs = [job for job in statuses(run) if job["status"] != "done"]
-    # A job that went wrong and whose artefact exists by now was done by another attempt or another way.
     unfinished = next((name for name, (done, total) in stages.items() if done < total), None)
     return {
         "run": run.name,

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from data.manifest import SINCE
-from pipeline.journal import read_status
+from pipeline.journal import born, read_status
 from tests.flow import ROOT, Flow, Snakemake, run_body, snakemake_server, stage_server
 from tests.soak import NOTE_PID, RUN, digest, soak
 
@@ -83,6 +83,49 @@ def test_a_refusal_is_over_soon_so_that_retries_cost_nothing(tmp_path: Path, sta
     made = [path for path in (tmp_path / "runs" / "x").rglob("*") if path.is_file()]
     assert {path.relative_to(tmp_path / "runs" / "x").parts[0] for path in made} <= {"logs"}
     print(f"{stage}: {seconds:.2f} s of processor time")
+
+
+WORKERS = """
+import sys, time
+from data.settings import Run
+from pipeline.workers import Workers
+with Workers(Run.model_validate({body}), {{}}, 2) as workers:
+    next(workers.run(print, [("at work",), ("at work",)]))
+    next(workers.run(time.sleep, [(600,)] * 2))
+"""
+
+
+@pytest.fixture
+def stage_with_workers(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """A process whose two worker processes are at work, and their pids."""
+    script = WORKERS.format(body={**run_body(), "root": str(tmp_path)})
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "at work\n"
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    yield process, [int(pid) for pid in children if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
+    process.kill()
+    process.communicate()
+
+
+def test_no_worker_outlives_a_killed_stage(stage_with_workers: tuple[subprocess.Popen[str], list[int]]) -> None:
+    process, workers = stage_with_workers
+    assert len(workers) == 2
+    process.kill()
+    until(lambda: not any(map(born, workers)))
+
+
+def test_a_killed_worker_ends_the_stage_in_a_clear_line(
+    stage_with_workers: tuple[subprocess.Popen[str], list[int]],
+) -> None:
+    process, workers = stage_with_workers
+    os.kill(workers[0], signal.SIGKILL)
+    error = process.communicate(timeout=60)[1]
+    assert process.returncode == 1
+    assert "Failure: a worker process was killed, or out of memory" in error
 
 
 @pytest.mark.slow

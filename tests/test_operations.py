@@ -166,6 +166,15 @@ def test_doctor_fails_on_files_that_are_not_there(run_file: str, capsys: pytest.
     assert found[0]["found"] == "rows.jsonl does not exist"
 
 
+def test_doctor_chooses_mask_tokens(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(run_file).write_text(yaml.safe_dump(run_body(drafters={"base": {}, "wide": {"mask_token": "<none>"}})))
+    assert cli.exit_code(["doctor", run_file, "--json"]) == 1
+    checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)}
+    assert checks["mask token base"]["found"].startswith("id ")
+    assert checks["mask token wide"]["status"] == "failure"
+    assert "is not a special token" in checks["mask token wide"]["found"]
+
+
 @pytest.mark.parametrize(
     ("used", "capability", "status_", "text"),
     [

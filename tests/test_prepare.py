@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import datetime
 import json
 import multiprocessing
+import random
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +20,16 @@ import yaml
 from click.testing import CliRunner
 from tokenizers import processors
 
+from data.conversations import REASONS
 from data.errors import BadInput, Failure
 from data.layout import Layout
 from data.manifest import read_manifest
 from data.settings import Data, Run, load_run
+from data.sources import Chunk
 from data.spill import Seen
 from data.tokens import TokenRow, in_validation, read_tokens, row_hash, write_tokens
 from pipeline.preparer import Preparer
+from pipeline.workers import spill_table
 from stages.prepare import Preparation, command
 from tests.template_kinds import tokenizer_of
 
@@ -163,6 +169,56 @@ def test_torture_file(run_of: MakeRun) -> None:
         if isinstance(row, dict):
             assert reasons[row["id"]] == reason
     assert sum(":" in name for name in reasons) == sum(isinstance(row, bytes) for row, _ in BAD)
+
+
+ODD_VALUES: list[Any] = [
+    None,
+    True,
+    -1,
+    10**30,
+    1.5,
+    float("nan"),
+    "",
+    " \n",
+    "\ud800",
+    "[]",
+    '{"a": 1}',
+    "<|im_end|>",
+    b"x",
+]
+ODD_VALUES += [datetime.date(2020, 2, 29), Decimal("1.5"), (), [], {}, "user", "assistant", "<think>x", "x" * 500]
+FIELDS = (
+    "messages conversations prompt response instruction output history turns text token_ids labels loss_mask system"
+)
+FIELDS += " tools id finished response_ids role content from value tool_calls function name arguments thinking type"
+
+
+def odd_value(rng: random.Random, depth: int = 0) -> Any:
+    """A leaf, or a list or object of odd values under names that mean something somewhere."""
+    kind = rng.random()
+    if depth > 3 or kind < 0.45:
+        return rng.choice(ODD_VALUES)
+    if kind < 0.7:
+        return [odd_value(rng, depth + 1) for _ in range(rng.randint(0, 4))]
+    return {rng.choice(FIELDS.split()): odd_value(rng, depth + 1) for _ in range(rng.randint(0, 4))}
+
+
+@pytest.mark.parametrize("responses", ["keep", "regenerate"])
+@pytest.mark.parametrize("kind", ["chatml", "qwen3", "marked", "gemma"])
+def test_no_row_ends_the_run(kind: str, responses: str) -> None:
+    rng = random.Random(f"{kind} {responses}")
+    settings = Data.model_validate({"train": [{"path": "-"}], "responses": responses})
+    preparer = Preparer(tokenizer_of(kind), settings, {"set": frozenset([1])})
+    for _ in range(800):
+        row = odd_value(rng)
+        if rng.random() < 0.6:
+            call = {"function": {"name": "f", "arguments": odd_value(rng)}}
+            odd = {"role": "assistant", rng.choice(FIELDS.split()): odd_value(rng), "tool_calls": [call]}
+            row = {**chat(), "messages": [*chat()["messages"], rng.choice((odd, odd_value(rng)))]}
+        kept, left = preparer.chunk(Chunk(0, 0, "rows", 0, [row]))
+        assert len(kept) + len(left) == 1
+        assert all(entry.reason in REASONS for entry in left)
+        spill_table(kept, "rows", 0.5)
 
 
 def test_finished_answers_end_in_their_end_of_turn(run_of: MakeRun, tiny_target: Any) -> None:

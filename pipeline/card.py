@@ -16,6 +16,12 @@ FLOAT8_NOTE = (
     "read in their source, not run; vLLM 0.26 is reported to fail at start with such drafters (its issue 51581)."
 )
 
+SCALED_NOTE = (
+    "This target scales its embedding by {scale:g}. dflash takes the number from `config.json`. vLLM 0.33.0 and SGLang "
+    "0.5.23 (source read, not run) give the drafter rows that are not scaled: text stays right, fewer tokens are "
+    "accepted."
+)
+
 
 def serving_lines(config: DrafterConfig, target: TargetInfo, export: str, form: Form = "union") -> dict[str, str]:
     """The exact command of each engine that reads this form, by the engine's name.
@@ -59,6 +65,7 @@ def write_card(
         "## Serving",
         _serving(config, target, export, form),
         *([FLOAT8_NOTE] if stored.startswith(FLOAT8) else []),
+        *([SCALED_NOTE.format(scale=target.embedding_scale)] if target.embedding_scale != 1.0 else []),
         "## Acceptance",
         _acceptance(facts, list(evaluations)),
         "## How it was made",

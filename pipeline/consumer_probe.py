@@ -8,8 +8,8 @@ sees what another one imported or patched, and one that crashes takes nobody alo
 
 JOBS.json maps consumers to lists of jobs. A job is `{"kind": "logits", "export": DIR, "case": FILE}`, `{"kind":
 "generate", "export", "target", "prompts", "max_new_tokens", "stop"}` or `{"kind": "skip"}`. A case holds `taps`
-[T, K * H], `anchors` [N], `blocks` [N, B, H] (embedded slots) and `rows` [R, H] (rows of the LM head); the answer goes
-to `FILE.CONSUMER` as `logits` [N, B - 1, R].
+[T, K * H], `anchors` [N], `blocks` [N, B, H] (rows of the embedding, not scaled) and `rows` [R, H] (rows of the LM
+head); the answer goes to `FILE.CONSUMER` as `logits` [N, B - 1, R].
 """
 
 from __future__ import annotations
@@ -137,9 +137,13 @@ def _flat_logits(model: Any, case: Path, consumer: str) -> None:
     from safetensors.torch import load_file, save_file
 
     body = load_file(case)
-    answers = []
+    answers, blocks = [], body["blocks"]
+    if consumer == "dflash":
+        from dflash.model import _draft_value
+
+        blocks = blocks * float(_draft_value(model.config, "input_embedding_scale", 1.0))
     with torch.no_grad():
-        for anchor, block in zip(body["anchors"].tolist(), body["blocks"], strict=True):
+        for anchor, block in zip(body["anchors"].tolist(), blocks, strict=True):
             positions = torch.arange(anchor + block.shape[0])[None]
             hidden = model(
                 position_ids=positions, noise_embedding=block[None], target_hidden=body["taps"][:anchor][None]
@@ -218,7 +222,10 @@ def _autoconfig(folder: str) -> dict[str, Any]:
 
 
 def _vllm(folder: str) -> dict[str, Any]:
-    """vLLM's own resolution of what it would run; `aux` counts from 1."""
+    """vLLM's own resolution of what it would run; layers of the target count from 1 there.
+
+    `drafted` is there only where it takes the number from the files, in the speculators form.
+    """
     from types import SimpleNamespace
 
     from vllm.model_executor.models.qwen3_dflash import _dflash_layer_causal
@@ -227,15 +234,22 @@ def _vllm(folder: str) -> dict[str, Any]:
     from vllm.transformers_utils.configs.speculators import SpeculatorsConfig
     from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
 
-    config = get_config(folder, trust_remote_code=False)
-    if not isinstance(config, SpeculatorsConfig):
+    config, told = get_config(folder, trust_remote_code=False), {}
+    if isinstance(config, SpeculatorsConfig):
+        raw = json.loads((Path(folder) / "config.json").read_text())
+        told["drafted"] = SpeculatorsConfig.extract_vllm_speculative_config(raw)["num_speculative_tokens"]
+    else:
         config = EAGLEConfig(config, method="dflash", model_type="eagle")
     speculative = SimpleNamespace(draft_model_config=SimpleNamespace(hf_config=config))
     return {
+        **told,
         "target_layer_ids": [layer - 1 for layer in get_eagle3_aux_layers_from_config(speculative)],
         "mask_token_id": config.dflash_config["mask_token_id"],
         "causal": [_dflash_layer_causal(config, layer) for layer in range(config.num_hidden_layers)],
+        "layer_types": list(config.layer_types),
+        "sliding_window": config.sliding_window,
         "hidden_size": config.hidden_size,
+        "head_dim": config.head_dim,
         "rope_theta": config.rope_parameters["rope_theta"],
     }
 

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +110,10 @@ def ask(jobs: Mapping[str, list[dict[str, Any]]], python: str = sys.executable) 
 
 def make_case(export: Checkpoint, head: TargetHead | None, path: Path) -> Tensor:
     """Write a batch for the probe; returns the trainer's logits of it, [N, B - 1, R] float32."""
-    config = export.config
-    head = random_head(config.vocab_size, config.hidden_size) if head is None else head.to("cpu", torch.float32)
+    config, target = export.config, export.target
+    if head is None:
+        head = replace(random_head(config.vocab_size, config.hidden_size), embedding_scale=target.embedding_scale)
+    head = head.to("cpu", torch.float32)
     generator = torch.Generator().manual_seed(0)
     length, width = 3 * config.block_size + 5, config.hidden_size
     taps = torch.randn(length, len(config.target_layer_ids) * width, generator=generator)
@@ -119,15 +121,16 @@ def make_case(export: Checkpoint, head: TargetHead | None, path: Path) -> Tensor
     tokens = torch.randint(config.vocab_size, (len(anchors),), generator=generator)
     ids = torch.full((len(anchors), config.block_size), config.mask_token_id)
     ids[:, 0] = tokens
-    blocks = head.embed(ids)
     rows = head.lm_head[:HEAD_ROWS].contiguous()
-    save_file({"taps": taps, "anchors": anchors, "blocks": blocks.contiguous(), "rows": rows}, path)
+    save_file({"taps": taps, "anchors": anchors, "blocks": F.embedding(ids, head.embedding), "rows": rows}, path)
     drafter = export.drafter()
     if "quantization_config" in export.raw:
         serve(drafter)
-    part = TargetHead(rows, rows, None, 1.0, export.target.logit_multiplier, export.target.softcap)
+    part = TargetHead(rows, rows, None, 1.0, target.logit_multiplier, target.softcap)
     with torch.no_grad(), one_thread():
-        hidden = [block_hidden(drafter, taps[:a], block) for a, block in zip(anchors.tolist(), blocks, strict=True)]
+        hidden = [
+            block_hidden(drafter, taps[:a], block) for a, block in zip(anchors.tolist(), head.embed(ids), strict=True)
+        ]
         return torch.stack([part.logits(states[1:]) for states in hidden])
 
 
@@ -194,6 +197,8 @@ def _judge(
         return Verdict(
             name, version, problem=f"drafts {said['drafted']} tokens of a block of {export.config.block_size}"
         )
+    if export.target.scales() and name != "dflash":
+        return Verdict(name, version, note="loads; it leaves out the target's scales, so not compared")
     if SLIDING in export.config.layer_types and name != "dflash":
         return Verdict(name, version, note="loads; its training code counts windows from the anchor, so not compared")
     difference = (load_file(f"{case}.{name}")["logits"] - expected).abs().max().item()
@@ -214,6 +219,7 @@ def _wrong_config(read: dict[str, Any], export: Checkpoint) -> str:
     want = {
         **config.record(),
         "rope_theta": config.rope_theta,
+        "drafted": config.block_size - 1,
         "causal": [kind == SLIDING for kind in config.layer_types],
     }
     return "; ".join(f"{key} read as {value!r}, not {want[key]!r}" for key, value in read.items() if value != want[key])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ pytestmark = pytest.mark.slow
 SLIDING_LAYERS = {"layer_types": (SLIDING, "full_attention"), "sliding_window": 9}
 LINEAR = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
 YARN = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}
+SCALES = {"embedding_scale": 8.0, "logit_multiplier": 0.5, "softcap": 30.0}
 CASES: dict[str, tuple[bool, int, dict[str, Any], dict[str, Any]]] = {
     # name: target tied, block size, drafter, export
     "tied-4": (True, 4, {}, {}),
@@ -43,6 +45,7 @@ CASES: dict[str, tuple[bool, int, dict[str, Any], dict[str, Any]]] = {
     "zlab": (True, 4, {}, {"form": "zlab"}),
     "speculators": (False, 4, {}, {"form": "speculators"}),
     "fp8": (True, 7, {}, {"quantize": "fp8"}),
+    "scaled": (False, 7, {}, {}),
 }
 Verdicts = dict[str, dict[str, Verdict]]
 NEW_TOKENS, BLOCK = 40, 4
@@ -60,7 +63,8 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     targets = {tied: save_tiny_target(root / f"target-{tied}", tied) for tied in (True, False)}
     for name, (tied, block_size, drafter, options) in CASES.items():
         config = tiny_config(block_size, **drafter)
-        write_union(root / name, config, tiny_tensors(config), targets[tied], **options)
+        target = replace(targets[tied], **SCALES) if name == "scaled" else targets[tied]
+        write_union(root / name, config, tiny_tensors(config), target, **options)
     return {name: root / name for name in CASES}
 
 
@@ -157,6 +161,7 @@ def test_transformers_keeps_every_number_of_the_configuration(verdicts: Verdicts
         ("speculators", ("speculators",)),
         ("sliding", ("dflash",)),
         ("fp8", ("dflash", "specforge")),
+        ("scaled", ("dflash",)),
     ],
 )
 def test_other_forms_are_identical_where_they_are_read(verdicts: Verdicts, case: str, readers: tuple[str, ...]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -209,3 +210,5 @@ def test_the_card_says_what_mixed_layers_and_float8_need(tiny_target: Target) ->
     card = write_card("base", config, info, "me/drafter", "union", FLOAT8, {}, [])
     assert "base_model: owner/target" in card
     assert "vLLM 0.33.0" in card
+    scaled = replace(info, embedding_scale=8.0)
+    assert "scales its embedding by 8." in write_card("base", config, scaled, "me/drafter", "union", "", {}, [])

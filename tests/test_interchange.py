@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from data.errors import BadInput
+from pipeline.card import serving_lines
 from pipeline.drafter import Drafter
 from pipeline.interchange import open_checkpoint, read_checkpoint, tensor_shapes, write_union
 from pipeline.interchange_config import SLIDING, check_rules, write_config
 from pipeline.interchange_reader import read_config
+from stages import import_
 from tests.interchange_samples import LAYERS, VOCABULARY, tiny_config, tiny_target_info, tiny_tensors
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -53,11 +55,28 @@ def test_every_form_reads_back_as_it_was_written(tmp_path: Path, form: Any, scal
     assert all(torch.equal(weights[name], tensors[name]) for name in tensors)
 
 
-def test_round_trip_of_a_union_is_byte_identical(export: Path, tmp_path: Path) -> None:
-    first = open_checkpoint(export)
-    write_union(tmp_path / "again", first.config, first.tensors, first.target)
+ROUND_TRIPS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {}, "bfloat16"),
+    ({"block_size": 16}, {}, "float16"),
+    ({"rope_scaling": YARN, "rope_theta": 1e6}, {}, "float32"),
+    ({"layer_types": (SLIDING, "full_attention"), "sliding_window": 9}, {}, "bfloat16"),
+    ({"max_position_embeddings": 512}, {"embedding_scale": 8.0, "softcap": 30.0}, "bfloat16"),
+]
+
+
+@pytest.mark.parametrize("with_manifest", [True, False])
+@pytest.mark.parametrize(("drafter", "target", "dtype"), ROUND_TRIPS)
+def test_round_trip_of_a_union_is_byte_identical(
+    tmp_path: Path, drafter: Any, target: Any, dtype: str, with_manifest: bool
+) -> None:
+    config = tiny_config(**drafter)
+    write_union(tmp_path / "e", config, tiny_tensors(config), tiny_target_info(**target), dtype=dtype)
+    if not with_manifest:
+        (tmp_path / "e" / "draftmill.json").unlink()
+    first = open_checkpoint(tmp_path / "e")
+    import_.write(first, first.target, tmp_path / "again")
     for name in ("model.safetensors", "config.json"):
-        assert (export / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+        assert (tmp_path / "e" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
 
 
 def test_an_export_replaces_the_one_before_and_leaves_nothing_else(export: Path) -> None:
@@ -97,13 +116,12 @@ UNION = write_config(tiny_config(), tiny_target_info(), "union", "bfloat16")
 UNSAID_TWICE = {("speculators_config", "verifier", name) for name in ("name_or_path", "architectures")}
 
 
-@pytest.mark.parametrize("change", ["dropped", "falsified", "falsified without manifest"])
-def test_each_key_dropped_or_falsified_is_refused_by_name(export: Path, change: str) -> None:
+def refuses_each_key(export: Path, change: str, left_out: Container[tuple[Any, ...]] = ()) -> None:
+    """Drop or falsify every key of config.json in turn, sections included: refused with that very key's path."""
     original = (export / "config.json").read_text()
-    if change == "falsified without manifest":
-        (export / "draftmill.json").unlink()
-    for path in leaves(UNION):
-        if change == "falsified without manifest" and (path in UNSAID_TWICE or isinstance(at(UNION, path), dict)):
+    body = json.loads(original)
+    for path in leaves(body):
+        if path in left_out:
             continue
 
         def alter(body: Any, path: tuple[Any, ...] = path) -> None:
@@ -116,9 +134,23 @@ def test_each_key_dropped_or_falsified_is_refused_by_name(export: Path, change: 
         edit(export, alter)
         with pytest.raises(BadInput) as caught:
             open_checkpoint(export)
-        assert path[-1] in str(caught.value), (path, str(caught.value))
+        named = path[-1] if left_out else f"`{'.'.join(path)}"
+        assert named in str(caught.value), (path, str(caught.value))
         (export / "config.json").write_text(original)
     open_checkpoint(export)
+
+
+@pytest.mark.parametrize("change", ["dropped", "falsified"])
+@pytest.mark.parametrize("options", [{}, {"form": "zlab"}, {"form": "speculators"}, {"quantize": "fp8"}])
+def test_each_key_dropped_or_falsified_is_refused_by_name(tmp_path: Path, options: dict[str, Any], change: str) -> None:
+    write_union(tmp_path / "e", tiny_config(), tiny_tensors(tiny_config()), tiny_target_info(), **options)
+    refuses_each_key(tmp_path / "e", change)
+
+
+def test_each_key_falsified_is_refused_by_name_without_the_manifest(export: Path) -> None:
+    (export / "draftmill.json").unlink()
+    sections = {path for path in leaves(UNION) if isinstance(at(UNION, path), dict)}
+    refuses_each_key(export, "falsified", UNSAID_TWICE | sections)
 
 
 def test_a_union_saved_again_by_transformers_or_speculators_is_read(export: Path) -> None:
@@ -258,15 +290,49 @@ def test_fused_projections_are_split(export: Path) -> None:
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in read_checkpoint(export)[1].items())
 
 
+def agreed_union(block_size: int) -> dict[str, Any]:
+    """The union of the tiny drafter, written out by hand: each number where the engine that reads it looks."""
+    shape = {
+        **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
+        **{"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 96, "max_position_embeddings": 256},
+        **{"hidden_act": "silu", "rms_norm_eps": 1e-6, "attention_bias": False, "attention_dropout": 0.0},
+        **{"initializer_range": 0.02, "max_window_layers": 2, "layer_types": ["full_attention", "full_attention"]},
+        **{"sliding_window": None, "use_sliding_window": False, "tie_word_embeddings": False, "use_cache": True},
+        **{"rope_theta": 10000.0, "rope_scaling": None},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    inner = {"block_size": block_size, "mask_token_id": 95, "target_layer_ids": [1, 3, 5], "num_target_layers": 8}
+    proposal = {"proposal_type": "greedy", "speculative_tokens": block_size - 1}
+    return {
+        **{"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "dtype": "bfloat16"},
+        **{"block_size": block_size, "num_target_layers": 8, "mask_token_id": 95, "is_causal": False},
+        "dflash_config": {**inner, "causal": False},
+        **shape,
+        **{"speculators_model_type": "dflash", "speculators_version": "0.9.0", "draft_vocab_size": 96},
+        **{"target_hidden_size": None, "aux_hidden_state_layer_ids": [2, 4, 6], "sample_from_anchor": False},
+        "sliding_window_non_causal": True,
+        "speculators_config": {
+            "algorithm": "dflash",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{**proposal, "verifier_accept_k": 1, "accept_tolerance": 0.0}],
+            "verifier": {"name_or_path": "owner/target", "architectures": ["LlamaForCausalLM"]},
+        },
+        "transformer_layer_config": {"model_type": "qwen3", **shape},
+    }
+
+
 @pytest.mark.parametrize("block_size", [4, 7, 16])
-@pytest.mark.parametrize("form", FORMS)
-def test_block_size_is_each_engines_own_number(block_size: int, form: Any) -> None:
-    raw = write_config(tiny_config(block_size), tiny_target_info(), form, "bfloat16")
-    assert raw["block_size"] == block_size  # SGLang, dflash, specforge, speculators: B, the anchor counted
-    if form != "speculators":
-        assert raw["dflash_config"]["block_size"] == block_size
-    if form != "zlab":  # speculators and vLLM: drafted tokens, B - 1
-        assert raw["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == block_size - 1
+def test_every_number_written_is_each_engines_own(block_size: int) -> None:
+    union = agreed_union(block_size)
+    config, info = tiny_config(block_size), tiny_target_info()
+    assert write_config(config, info, "union", "bfloat16") == union
+    zlab, speculators = (write_config(config, info, form, "bfloat16") for form in ("zlab", "speculators"))
+    assert all(union[key] == value for form in (zlab, speculators) for key, value in form.items())
+    assert "speculators_config" not in zlab
+    assert "model_type" not in speculators
+    lines = serving_lines(config, info, "export")
+    assert f'"num_speculative_tokens": {block_size - 1}}}' in lines["vLLM"]  # drafted ones; SGLang, dflash: the files'
+    assert str(block_size) not in lines["SGLang"] + lines["dflash"]
 
 
 def test_full_attention_says_both_ways_everywhere() -> None:
@@ -292,12 +358,16 @@ def test_sliding_layers_leave_causality_to_the_layer_types() -> None:
 RULES = [
     ({"target_layer_ids": (3, 1, 5)}, {}, "ascending"),
     ({"target_layer_ids": (1, 1, 5)}, {}, "ascending"),
+    ({"target_layer_ids": ()}, {}, "ascending"),
+    ({"target_layer_ids": (-1, 3, 5)}, {}, "must lie in"),
     ({"target_layer_ids": (1, 3, LAYERS - 1)}, {}, "must lie in"),
     ({}, {"num_layers": 9}, "num_target_layers"),
     ({}, {"width": 48}, "hidden_size"),
     ({}, {"vocab_size": VOCABULARY + 1}, "vocab_size"),
     ({}, {"max_position_embeddings": 512}, "max_position_embeddings"),
     ({"block_size": 1}, {}, "block_size"),
+    ({"layer_types": ("chunked_attention",) * 2}, {}, "layer_types"),
+    ({"mask_token_id": VOCABULARY}, {}, "mask token 96 is outside the vocabulary"),
 ]
 
 
@@ -330,6 +400,12 @@ def test_float8_stores_the_matrices_small_and_reads_back_close(tmp_path: Path) -
     for name in small:
         gap = (read[name] - tensors[name]).abs().amax(1) / tensors[name].abs().amax(1)
         assert gap.max() < 0.04, name
+
+
+def test_a_mask_vector_of_its_own_is_another_design(export: Path) -> None:
+    torch.save(torch.zeros(32), export / "mask_embedding.pt")
+    with pytest.raises(BadInput, match="mask_embedding"):
+        open_checkpoint(export)
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])

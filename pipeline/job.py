@@ -109,18 +109,24 @@ def job(run: Run | None, stage: str, label: str = "", gpus: int = 0) -> Iterator
             work.journal = journal
         stack.callback(set_sink, set_sink(work))
         stack.enter_context(_recorded(work))
-        _equip(work, gpus, idle_check=rank is None)
         stack.enter_context(_watched(work))
+        _equip(work, gpus, idle_check=rank is None)
         yield work
 
 
 def _equip(work: Job, gpus: int, idle_check: bool) -> None:
     """Lease what the job needs and write down what it got."""
     journal = work.journal
+
+    def wait() -> None:
+        """Waiting for other jobs is not a hang; a driver or a disk that does not answer is."""
+        work.beat()
+        work.check_stop()
+
     if journal is not None:
         journal.header()
     if gpus:
-        work.lease = devices.lease(gpus, work.check_stop)
+        work.lease = devices.lease(gpus, wait)
     if journal is None:
         return
     device = " ".join(work.lease.uuids) or "cpu"
@@ -129,7 +135,7 @@ def _equip(work: Job, gpus: int, idle_check: bool) -> None:
     preflight.warn_low_disk(journal.run.folder)
     if idle_check and work.lease.uuids:
         limits = journal.run.jobs
-        devices.require_idle(work.lease.uuids, limits.busy_share, limits.idle_wait_seconds, work.check_stop)
+        devices.require_idle(work.lease.uuids, limits.busy_share, limits.idle_wait_seconds, wait)
     journal.set(status="running", device=device)
 
 

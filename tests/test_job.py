@@ -34,7 +34,7 @@ from pipeline import devices
 from pipeline.console import Progress, say
 from pipeline.job import job
 from stages import cli
-devices.visible = lambda: []
+{setup}
 
 @click.command("work")
 def work():
@@ -47,6 +47,7 @@ cli.COMMANDS["work"] = "."
 cli.Verbs.get_command = lambda self, ctx, name: work
 cli.main(["work"])
 """
+NO_GPU = "devices.visible = lambda: []"
 STEPS = "for _ in range(400): bar.advance(1); time.sleep(0.02); work.check_stop()"
 
 
@@ -65,8 +66,8 @@ def body_in(folder: Path, **jobs: Any) -> dict[str, Any]:
     }
 
 
-def stage(folder: Path, step: str = STEPS, **jobs: Any) -> subprocess.Popen[str]:
-    script = STAGE.format(root=str(ROOT), body=body_in(folder, **jobs), step=step)
+def stage(folder: Path, step: str = STEPS, setup: str = NO_GPU, **jobs: Any) -> subprocess.Popen[str]:
+    script = STAGE.format(root=str(ROOT), body=body_in(folder, **jobs), step=step, setup=setup)
     return subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
 
 
@@ -153,6 +154,22 @@ def test_a_stage_that_hangs_ends_itself_with_all_stacks(tmp_path: Path) -> None:
     assert status(tmp_path)["status"] == "failed"
 
 
+def test_a_driver_that_does_not_answer_ends_the_stage_too(tmp_path: Path) -> None:
+    hangs = "devices.visible = lambda: time.sleep(600)"
+    process = stage(tmp_path, "pass", hangs, stall_seconds=1.0)
+    error = process.communicate(timeout=60)[1]
+    assert process.returncode == 1
+    assert "no progress for" in error
+
+
+def test_waiting_for_a_device_is_not_a_hang(tmp_path: Path) -> None:
+    waits = "[(stop(), time.sleep(0.1)) for _ in range(30)]"
+    setup = f"devices.lease = lambda gpus, stop: {waits} and devices.Lease(())"
+    process = stage(tmp_path, "pass", setup, stall_seconds=1.0)
+    error = process.communicate(timeout=60)[1]
+    assert process.returncode == 0, error
+
+
 def test_signs_of_life_keep_the_watchdog_quiet(tmp_path: Path) -> None:
     process = stage(tmp_path, "for _ in range(20): bar.advance(1); time.sleep(0.1)", stall_seconds=1.0)
     process.communicate(timeout=60)
@@ -206,7 +223,7 @@ def test_a_full_disk_says_so_in_one_line(tmp_path: Path) -> None:
 
 
 def test_work_goes_on_when_the_terminal_is_gone(tmp_path: Path) -> None:
-    script = STAGE.format(root=str(ROOT), body=body_in(tmp_path), step=STEPS.replace("400", "40"))
+    script = STAGE.format(root=str(ROOT), body=body_in(tmp_path), step=STEPS.replace("400", "40"), setup=NO_GPU)
     script = script.replace("work.check_stop()", "say('alive')")
     ours, theirs = pty.openpty()
     process = subprocess.Popen([sys.executable, "-c", script], stderr=theirs)

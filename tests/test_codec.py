@@ -115,14 +115,14 @@ class TestOnDevice:
         graph.replay()
         assert torch.equal(got, codec.decode(arrays))
 
-    @pytest.mark.parametrize("dynamic", [True, False])
-    def test_compiled_agrees_with_eager(self, codec, dynamic):
+    def test_compiled_agrees_with_eager(self, codec):
+        """At one fixed number of states, as extraction encodes and training decodes."""
+        torch._dynamo.reset()
         codec = codec.to("cuda")
         states = residual_stream().cuda()
-        encode, decode = (torch.compile(f, fullgraph=True, dynamic=dynamic) for f in (codec.encode, codec.decode))
-        for count in (STATES, STATES - 19):
-            wanted = codec.decode(codec.encode(states[:count]))
-            assert relative_error(decode(encode(states[:count])), wanted).max() <= codec.error / 2 + 1e-3
+        encode, decode = (torch.compile(f, fullgraph=True, dynamic=False) for f in (codec.encode, codec.decode))
+        wanted = codec.decode(codec.encode(states))
+        assert relative_error(decode(encode(states)), wanted).max() <= codec.error / 2 + 1e-3
 
     def test_encoding_does_not_wait(self, codec):
         codec = codec.to("cuda")

@@ -95,6 +95,7 @@ CHANGES: list[tuple[str, Any, dict[str, int]]] = [
     ("data.template_arguments", {"b": 1, "a": 2}, WHOLE),
     ("eval.max_new_tokens", 5, {"eval": 2, "export": 2, "report": 1}),
     ("extract.parts", 3, {**WHOLE, "regenerate": 3, "extract": 3}),
+    ("extract.parts", 1, {**WHOLE, "regenerate": 1, "extract": 1}),
 ]
 
 

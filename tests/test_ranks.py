@@ -36,14 +36,16 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run file of a cache of 12 rows, a third held out."""
+def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Run file of a cache of 12 rows, a third held out. Made, and trained from, on the CPU, whatever is there."""
     folder = tmp_path_factory.mktemp("ranks")
     rows = [token_row(i, list(range(15 * i, 15 * i + 40))) for i in range(12)]
     sizes = {"context_tokens": 128, "anchor_slots": 96, "batches_per_step": 2, "max_steps": 12, "log_every": 3}
     path = write_run(folder, "ranks", "tiny-successor:1", rows, data={"validation": 0.3}, train=sizes)
-    cached(path)
-    return path
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(devices._Held, "lease", devices.Lease(()))
+        cached(path)
+        yield path
 
 
 def run_file(base: Path, name: str, gpus: int, **train: Any) -> Path:

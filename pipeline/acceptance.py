@@ -16,12 +16,12 @@ whose text reached slot k. The token that the prefill gives is in no block.
     by_context [{from, to, blocks, pooled}]    by context states at the block's start
     passes_per_token                     target passes, prefill counted once, a new token
     past_trained_length {tokens, prompts_share, responses_share, blocks_share}   or null
-    by_prompt {name: [kept tokens, blocks]}    what `compare` resamples
+    by_prompt [[name, kept tokens, blocks]]    in the benchmark's order; what `compare` resamples
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -111,28 +111,29 @@ def interval(sums: np.ndarray, groups: Sequence[str], statistic: Any, seed: int)
     return {"value": value, "low": float(low), "high": float(high)}
 
 
-def by_prompt(sums: np.ndarray, groups: Sequence[str]) -> dict[str, list[int]]:
-    """Kept tokens and blocks of each prompt, its turns together."""
-    found: dict[str, list[int]] = {}
+def by_prompt(sums: np.ndarray, groups: Sequence[str]) -> list[tuple[str, int, int]]:
+    """Name, kept tokens and blocks of each prompt, its turns together."""
+    found: dict[str, tuple[int, int]] = {}
     for name, (kept, blocks) in zip(groups, sums.tolist(), strict=True):
-        before = found.get(name, [0, 0])
-        found[name] = [before[0] + kept, before[1] + blocks]
-    return found
+        before = found.get(name, (0, 0))
+        found[name] = (before[0] + kept, before[1] + blocks)
+    return [(name, kept, blocks) for name, (kept, blocks) in found.items()]
 
 
-def compare(ours: Mapping[str, Sequence[int]], base: Mapping[str, Sequence[int]], seed: int) -> dict[str, Any]:
+def compare(ours: Sequence[Sequence[Any]], base: Sequence[Sequence[Any]], seed: int) -> dict[str, Any]:
     """Pooled acceptance of one drafter over another's, on the same prompts (`by_prompt` of both): {value, low, high}.
 
     The interval is a paired bootstrap: each sample takes the same prompts for both (Efron 1979). Raises ValueError
     when the prompts differ.
     """
-    if ours.keys() != base.keys():
-        raise ValueError(f"{len(ours.keys() ^ base.keys())} prompts were answered by one of the two only")
-    names = sorted(ours)
-    tables = [np.array([side[name] for name in names], float) for side in (ours, base)]
+    one, other = ({name: counts for name, *counts in side} for side in (ours, base))
+    if one.keys() != other.keys():
+        raise ValueError(f"{len(one.keys() ^ other.keys())} prompts were answered by one of the two only")
+    names = sorted(one)
+    tables = [np.array([side[name] for name in names], float) for side in (one, other)]
     picks = np.random.default_rng(seed).integers(len(names), size=(RESAMPLES, len(names)))
-    one, other = (np.array([pooled(table[pick]) for pick in picks]) for table in tables)
-    low, high = np.nanpercentile(one / other, [2.5, 97.5])
+    samples = [np.array([pooled(table[pick]) for pick in picks]) for table in tables]
+    low, high = np.nanpercentile(samples[0] / samples[1], [2.5, 97.5])
     return {"value": float(pooled(tables[0]) / pooled(tables[1])), "low": float(low), "high": float(high)}
 
 

@@ -224,7 +224,7 @@ def _data(story: Story, pictures: Mapping[str, str]) -> str:
     rows = [
         [escape(what), ", ".join(_count(key, value) for key, value in body.items())] for what, body in counts if body
     ]
-    shown = _table(("what", "counts"), rows) if rows else ""
+    shown = (_table(("what", "counts"), rows) if rows else "") + _account(story.account)
     if story.cache is not None:
         cache = story.cache
         taps = ", ".join(map(str, cache.layers))
@@ -234,6 +234,26 @@ def _data(story: Story, pictures: Mapping[str, str]) -> str:
             + _figure(pictures, "codecs")
         )
     return shown + _row_example(story.tokens)
+
+
+def _account(account: Body | None) -> str:
+    """What became of the rows: dropped, noted, repeated, asked by a benchmark too, and how long they are."""
+    if account is None:
+        return ""
+    counts = account["counts"]
+    rows = [["rows read", f"{counts['rows_in']:,}"], ["kept", f"{counts['kept']:,}"]]
+    rows += [[f"dropped: {escape(_words(reason))}", f"{count:,}"] for reason, count in account["dropped"].items()]
+    rows += [[f"noted: {escape(_words(note))}", f"{count:,}"] for note, count in account["notes"].items()]
+    rows += [[f"repeats: {escape(_words(kind))}", f"{count:,}"] for kind, count in account["repeats"].items()]
+    for name, found in account["contamination"].items():
+        ids = f" ({escape(', '.join(found['ids'][:3]))}, ...)" if found["ids"] else ""
+        rows.append([f"asked by benchmark {escape(name)} too{ids}", f"{found['rows']:,}"])
+    rows += [[f"{low:,} to {2 * low - 1:,} tokens", f"{count:,}"] for low, count in account["lengths"]]
+    return "<h3>What became of the rows</h3>" + _table(("what", "rows"), rows, right=(1,))
+
+
+def _words(key: str) -> str:
+    return key.replace("_", " ")
 
 
 def _count(key: str, value: int) -> str:

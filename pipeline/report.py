@@ -7,12 +7,14 @@ computed again.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from data.accounting import Accounting
 from data.cache import cache_layout
 from data.errors import BadInput
 from data.layout import Layout
@@ -91,14 +93,16 @@ class StageTime:
 
 @dataclass(frozen=True)
 class Story:
-    """All of a run. `others` are drafters that were only evaluated, `servers` what `eval --server` found; `missing`
-    says in plain words what could not be shown and which command makes it."""
+    """All of a run. `others` are drafters that were only evaluated, `servers` what `eval --server` found, `account`
+    what became of the rows that were read; `missing` says in plain words what could not be shown, and what makes it.
+    """
 
     run: Run
     drafters: list[DrafterStory]
     others: list[DrafterStory]
     servers: list[Body]
     cache: CacheFacts | None
+    account: Body | None
     prompts: dict[str, int] | None
     tokens: Body | None
     times: list[StageTime]
@@ -122,6 +126,7 @@ def gather(run: Run) -> Story:
         [other for other in others if other.evaluations],
         list(_servers(layout, missing)),
         _cache(run, missing),
+        missing.attempt(lambda: _account(run)),
         missing.attempt(lambda: _sums(run, layout.prompts, "prompts")),
         missing.attempt(lambda: _example(layout, run)),
         list(stage_times(run)),
@@ -192,6 +197,22 @@ def _sums(run: Run, path: Callable[[int], Path], kind: str) -> dict[str, int]:
                 before = total.get(key, 0)
                 total[key] = max(before, value) if key == "longest" else before + value
     return total
+
+
+def _account(run: Run) -> Body:
+    """What `prepare` read, kept and dropped, and lengths; where answers are regenerated, as it is after them."""
+    layout = Layout.of_cache(run)
+    read = read_manifest(layout.prepared, "accounting")
+    if run.data.responses != "regenerate":
+        return read
+    answered = Accounting()
+    for part in range(run.extract.parts):
+        answered.add(Accounting.of(read_manifest(layout.tokens(part), "tokens")))
+    body = answered.body()
+    dropped = Counter(read["dropped"]) + Counter(body["dropped"])
+    notes = Counter(read["notes"]) + Counter(body["notes"])
+    counts = {**read["counts"], "kept": body["counts"]["kept"]}
+    return {**read, "counts": counts, "dropped": dict(dropped), "notes": dict(notes), "lengths": body["lengths"]}
 
 
 def _example(layout: Layout, run: Run) -> Body:

@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+from data.accounting import Accounting
 from data.layout import Layout
 from data.manifest import publish, write_json
 from data.settings import Run
@@ -131,6 +132,13 @@ def write_data(run: Run) -> None:
     """Manifests of prompts, tokens and cache, and the status files of their jobs."""
     layout = Layout.of(run)
     pieces = [["<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n", False], ["4.<|im_end|>", True]]
+    account = Accounting(rows_in=7473, kept=7472, token_rows=7472, tokens=2_408_000, supervised=1_622_000, longest=511)
+    account.dropped["too_few_supervised"] = 1
+    account.notes["end_of_turn_added"] = 3100
+    account.lengths.update({7: 1200, 8: 6272})
+    account.contaminated = {"gsm8k": ["row-7", "row-<9>"], "humaneval": []}
+    repeats = {"same_content": 2, "same_prompt": 5, "validation_prompts_trained_on": 0}
+    publish(layout.prepared, "accounting", {**account.body(), "repeats": repeats})
     for part in range(run.extract.parts):
         publish(layout.prompts(part), "prompts", {"counts": {"rows": 3736, "dropped": 1}})
         tokens = {"counts": {"rows": 3736, "tokens": 1_204_000, "supervised": 811_000}}

@@ -100,18 +100,18 @@ def test_a_full_block_reaches_every_slot() -> None:
 
 def test_paired_comparison_takes_the_same_prompts_for_both() -> None:
     """A drafter that is 10 % better on every prompt is so within a hair, however much prompts differ."""
-    base = {f"p{i}": [10 * (i % 7 + 1) * 10, 100] for i in range(50)}
-    ours = {name: [int(kept * 1.1), blocks] for name, (kept, blocks) in base.items()}
+    base = [(f"p{i}", 100 * (i % 7 + 1), 100) for i in range(50)]
+    ours = [(name, kept * 11 // 10, blocks) for name, kept, blocks in reversed(base)]
     found = acceptance.compare(ours, base, seed=0)
     assert found["value"] == pytest.approx(1.1)
     assert found["high"] - found["low"] < 1e-9
-    shuffled = dict(zip(base, reversed(list(ours.values())), strict=True))
+    shuffled = [(name, kept, 100) for (name, _, _), (_, kept, _) in zip(base, ours, strict=True)]
     wide = acceptance.compare(shuffled, base, seed=0)
     assert wide["high"] - wide["low"] > 0.1
     with pytest.raises(ValueError, match="2 prompts were answered by one"):
-        acceptance.compare(ours, {**{k: v for k, v in base.items() if k != "p0"}, "other": [1, 1]}, seed=0)
+        acceptance.compare(ours, [*base[1:], ("other", 1, 1)], seed=0)
 
 
-def test_turns_of_a_prompt_count_together() -> None:
-    answers = [answer("a1", [4]), answer("a2", [0, 1]), answer("b", [2])]
-    assert acceptance.summary(answers, ["a", "a", "b"], B, 12, 0)["by_prompt"] == {"a": [8, 3], "b": [3, 1]}
+def test_turns_of_a_prompt_count_together_and_prompts_keep_their_order() -> None:
+    answers = [answer("z1", [4]), answer("z2", [0, 1]), answer("b", [2])]
+    assert acceptance.summary(answers, ["z", "z", "b"], B, 12, 0)["by_prompt"] == [("z", 8, 3), ("b", 3, 1)]

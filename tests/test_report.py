@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -11,11 +12,13 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+from data.accounting import Accounting
 from data.layout import Layout
-from data.manifest import write_json
-from data.settings import Run
+from data.manifest import publish, write_json
+from data.settings import Data, Run, load_run
 from pipeline.report import gather, metrics_lines
 from stages.report import command
+from tests.benchmarks import reference
 from tests.report_samples import (
     DRAFTERS,
     sample_run,
@@ -113,6 +116,35 @@ def test_numbers_are_those_of_the_files(finished: tuple[Run, str]) -> None:
     assert "756/768" in text
 
 
+def test_what_became_of_the_rows_stands_on_the_page(finished: tuple[Run, str]) -> None:
+    text = Page(finished[1]).text
+    for line in (
+        "rows read7,473",
+        "kept7,472",
+        "dropped: too few supervised1",
+        "noted: end of turn added3,100",
+        "repeats: same prompt5",
+        "asked by benchmark gsm8k too (row-7, row-<9>, ...)2",
+        "asked by benchmark humaneval too0",
+        "256 to 511 tokens6,272",
+    ):
+        assert line in text, line
+
+
+def test_rows_dropped_after_answering_are_on_the_account_too(tmp_path: Path) -> None:
+    run = write_everything(tmp_path).model_copy(update={"data": Data(train=[{"path": "x"}], responses="regenerate")})
+    layout = Layout.of(run)
+    for part, kept in ((0, 3736), (1, 3733)):
+        answers = Accounting(rows_in=3736, kept=kept, token_rows=kept, lengths=Counter({7: kept}))
+        answers.dropped["unfinished"] = 3736 - kept
+        publish(layout.tokens(part), "tokens", answers.body())
+    account = gather(run).account
+    assert account["counts"]["kept"] == 7469
+    assert account["dropped"] == {"too_few_supervised": 1, "unfinished": 3}
+    assert account["counts"]["rows_in"] == account["counts"]["kept"] + sum(account["dropped"].values())
+    assert account["lengths"] == [[128, 7469]]
+
+
 def test_the_same_files_give_the_same_page(finished: tuple[Run, str], tmp_path: Path) -> None:
     again = report(finished[0], tmp_path)
     assert again == finished[1]
@@ -176,3 +208,31 @@ def test_a_run_without_benchmarks_and_with_odd_slots_is_drawn(tmp_path: Path) ->
     body |= {"examples": [], "lossless": None, "blocks": 0, "validation": None}
     path.write_text(json.dumps(body))
     assert Page(report(run, tmp_path)).open == []
+
+
+def test_the_reference_table_pairs_every_record_with_the_first(tmp_path: Path) -> None:
+    run = write_everything(tmp_path)
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(run.model_dump(mode="json", exclude_unset=True)))
+    for drafter, gain in (("base", 0), ("dpace", 30)):
+        record = Layout.of(run).eval(drafter) / "gsm8k.json"
+        body = json.loads(record.read_text())
+        body["by_prompt"] = [[f"p{i}", 300 + gain, 100] for i in range(40)]
+        write_json(record, body)
+    rows = [line.split(" | ") for line in reference.table([path], 32).splitlines()]
+    assert [row[1] for row in rows[2:]] == ["base", "dpace"]
+    assert [row[-3:-1] for row in rows[2:]] == [["3.000", "1.0000"], ["3.300", "1.1000"]]
+    assert rows[3][-1].startswith("1.1000 to 1.1000")
+
+
+def test_a_codec_study_changes_name_and_codec_only(tmp_path: Path) -> None:
+    run = sample_run(tmp_path)
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(run.model_dump(mode="json", exclude_unset=True)))
+    made = [load_run(one) for one in reference.of_codecs(path, ["bf16", "klt5"])]
+    assert [(one.name, one.extract.codec) for one in made] == [
+        (f"{run.name}-bf16", "bf16"),
+        (f"{run.name}-klt5", "klt5"),
+    ]
+    same = {"name": run.name, "extract": run.extract}
+    assert all(one.model_copy(update=same) == run for one in made)

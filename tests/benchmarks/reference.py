@@ -1,0 +1,107 @@
+"""The reference run's tables: what drafters of one or several runs are worth, from the runs' own records.
+
+    python -m tests.benchmarks.reference RUN.yaml [RUN.yaml ...] [--first 32]
+    python -m tests.benchmarks.reference RUN.yaml --codecs bf16 fp8 klt5
+
+The first form runs nothing. One line a drafter, checkpoint and benchmark: pooled acceptance length with its bootstrap
+interval, the same over the first prompts alone, and its ratio to the first line of that benchmark, with the interval of
+a paired bootstrap over all prompts. `--codecs` first runs the whole path (Snakemake) once a codec, each from a copy of
+the run file under the run's root; a path that fails is said and leaves its line out. Do not give `--codecs` a run file
+whose answers are regenerated unless each codec shall regenerate them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from data.layout import Layout
+from data.manifest import read_manifest
+from data.settings import Run, load_run
+from pipeline.acceptance import compare, pooled
+
+COLUMNS = ("run", "drafter", "checkpoint", "codec", "bytes a token", "extract s", "train s", "benchmark", "prompts",
+           "acceptance", "95 %", "first", "of the first line", "95 % (paired)")  # fmt: skip
+
+
+def of_codecs(path: Path, codecs: Sequence[str]) -> list[Path]:
+    """One run file a codec, beside the run's artefacts; each differs from the given one in name and codec."""
+    run, body = load_run(path), yaml.safe_load(path.read_text())
+    paths = []
+    for codec in codecs:
+        name = f"{run.name}-{codec}"
+        changed = {**body, "name": name, "extract": {**body.get("extract", {}), "codec": codec}}
+        paths.append(Path(run.root) / f"{name}.yaml")
+        paths[-1].parent.mkdir(parents=True, exist_ok=True)
+        paths[-1].write_text(yaml.safe_dump(changed, sort_keys=False))
+    return paths
+
+
+def follow(path: Path) -> bool:
+    """The whole path of a run file; False when it failed."""
+    command = [sys.executable, "-m", "snakemake", "--cores", "all", "--configfile", str(path)]
+    return subprocess.run(command, check=False).returncode == 0
+
+
+def lines(run: Run, first: int, bases: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """A line for each record of the run. `bases` keeps the first record of each benchmark."""
+    layout, cache = Layout.of(run), Layout.of_cache(run)
+    counts = [read_manifest(cache.cache_part(part), "cache")["counts"] for part in range(run.extract.parts)]
+    size = sum(count["bytes"] for count in counts) / max(1, sum(count["tokens"] for count in counts))
+    extract = seconds(layout.benchmarks.glob("extract/*.tsv"))
+    for drafter in run.drafters:
+        train = seconds(layout.benchmarks.glob(f"train/{drafter}.tsv"))
+        for path in sorted(layout.eval(drafter).glob("*.json")):
+            record = json.loads(path.read_text())
+            if "by_prompt" not in record:
+                continue
+            base = bases.setdefault(record["benchmark"], record)
+            ratio = compare(record["by_prompt"], base["by_prompt"], run.eval.seed)
+            whole = record["pooled"]
+            few = np.array([counts for _, *counts in record["by_prompt"][:first]], float)
+            yield (run.name, drafter, record["checkpoint"], run.extract.codec, f"{size:,.0f}", extract, train,
+                   record["benchmark"], str(record["prompts"]), f"**{whole['value']:.3f}**",
+                   f"{whole['low']:.3f} to {whole['high']:.3f}", f"{float(pooled(few)):.3f}", f"{ratio['value']:.4f}",
+                   f"{ratio['low']:.4f} to {ratio['high']:.4f}")  # fmt: skip
+
+
+def seconds(paths: Iterable[Path]) -> str:
+    """Sum of the wall-clock that Snakemake measured, starts included; empty where it ran nothing."""
+    found = [row["s"] for path in paths for row in csv.DictReader(path.open(), delimiter="\t")]
+    return f"{sum(map(float, found)):.0f}" if found else ""
+
+
+def table(paths: Sequence[Path], first: int) -> str:
+    bases: dict[str, Any] = {}
+    rows = [line for path in paths for line in lines(load_run(path), first, bases)]
+    heads = [f"first {first}" if name == "first" else name for name in COLUMNS]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [heads, ["---"] * len(heads), *rows])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN.yaml")
+    parser.add_argument("--codecs", nargs="+", default=[])
+    parser.add_argument("--first", type=int, default=32, help="prompts of the column beside the whole benchmark")
+    options = parser.parse_args()
+    paths = options.runs
+    if options.codecs:
+        made = [path for run in options.runs for path in of_codecs(run, options.codecs)]
+        paths = [path for path in made if follow(path)]
+        for path in made:
+            if path not in paths:
+                print(f"failed, left out: {path}")
+    print(table(paths, options.first))
+
+
+if __name__ == "__main__":
+    main()

@@ -155,8 +155,8 @@ def write_union(
     stored = {name: tensors[name].detach().to("cpu", DTYPES[dtype]).contiguous() for name in tensor_shapes(config)}
     if quantize == "fp8":
         stored, body["quantization_config"] = quantise(stored), QUANTIZATION
+    _sweep(folder)
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     save_file(stored, temporary / WEIGHTS, metadata={"format": "pt"})
     (temporary / CARD).write_text(card, encoding="utf-8")
@@ -167,6 +167,14 @@ def write_union(
     made = {"drafter": config.record(), "config": body, "files": files, **(provenance or {})}
     publish(temporary / MANIFEST, "export", {"fingerprint": fingerprint(made), **made})
     _swap(temporary, folder)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what exports to `folder` that were killed have left beside it."""
+    for left in (*folder.parent.glob(f".{folder.name}.*.tmp"), *folder.parent.glob(f".{folder.name}.*.old")):
+        pid = left.suffixes[-2].removeprefix(".")
+        if pid == str(os.getpid()) or not Path("/proc", pid).exists():
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _swap(temporary: Path, folder: Path) -> None:

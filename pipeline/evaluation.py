@@ -179,7 +179,8 @@ class Evaluation:
         verdict = None
         if self.sampling.greedy:
             try:
-                verdict = lossless.check(engine, self.target, prompts, plain.answers, drafted.answers).record()
+                checked = lossless.check(engine, self.target, prompts, plain.answers, drafted.answers, self.check_stop)
+                verdict = checked.record()
             except Failure:
                 say(f"{benchmark}: acceptance lengths are void, the output is not the target's: {numbers['pooled']}")
                 raise

@@ -12,7 +12,7 @@ from the plain token and is compared further. Nothing of the engine that is judg
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from data.errors import Failure
-from pipeline.console import say
+from data.errors import BadInput, Failure
+from pipeline.console import Progress
 from pipeline.decode import Answer, Engine, Prompt
 from pipeline.kvcache import cache_argument
 from pipeline.target import Target
@@ -80,10 +80,12 @@ def check(
     prompts: Sequence[Prompt],
     plain: Mapping[str, Answer],
     drafted: Mapping[str, Answer],
+    check_stop: Callable[[], None],
 ) -> Verdict:
-    """Compare drafted answers with plain ones, resuming `engine` after each tie.
+    """Compare drafted answers with plain ones, resuming `engine` after each tie. `check_stop` may raise to stop.
 
-    Raises Failure naming prompt and position of a difference that is no tie.
+    Raises Failure naming prompt and position of a difference that is no tie, and BadInput when the wider copy of the
+    target does not fit into memory.
     """
     verdict = Verdict(checked=len(prompts), tokens=sum(len(plain[prompt.id].ids) for prompt in prompts))
     judge: Judge | None = None
@@ -95,19 +97,22 @@ def check(
             verdict.exact = len(texts) - len(found)
         if not found:
             break
-        say(f"lossless check: {len(found)} of {len(texts)} answers leave the plain one: are they ties?")
         judge = judge or Judge(target, engine.block_size)
+        with Progress(len(found), "lossless check: differences judged", unit="answers") as bar:
+            judged = _judged(judge, found, answers, bar, check_stop)
         texts = []
-        for text, difference in zip(*_judged(judge, found, answers), strict=True):
+        for text, difference in zip(*judged, strict=True):
             if not difference.tie:
                 raise Failure(_complaint(difference))
             verdict.ties.append(difference)
             if difference.position + 1 < len(text.plain):
                 texts.append(_Text(text.prompt, text.plain, difference.position + 1))
         resumed = [_resume(text) for text in texts]
-        answers = {
-            answer.id: answer.ids for answer in engine.generate(resumed, max((p.limit for p in resumed), default=1))
-        }
+        answers = {}
+        with Progress(len(resumed), "lossless check: drafted again behind ties", unit="answers") as bar:
+            for answer in engine.generate(resumed, max((p.limit for p in resumed), default=1), bar):
+                check_stop()
+                answers[answer.id] = answer.ids
     return verdict
 
 
@@ -131,15 +136,29 @@ def _resume(text: _Text) -> Prompt:
 
 
 def _judged(
-    judge: Judge, found: Sequence[tuple[_Text, int]], answers: Mapping[str, tuple[int, ...]]
+    judge: Judge,
+    found: Sequence[tuple[_Text, int]],
+    answers: Mapping[str, tuple[int, ...]],
+    bar: Progress,
+    check_stop: Callable[[], None],
 ) -> tuple[list[_Text], list[Difference]]:
+    """Judge differences, shortest texts first; where a batch does not fit into memory, smaller ones are tried."""
     found = sorted(found, key=lambda pair: len(pair[0].prompt.ids) + pair[1])
     pairs = [(text.plain[at], answers[text.prompt.id][at - text.begin]) for text, at in found]
     results: list[tuple[float, float]] = []
     size = max(1, BATCH_TOKENS // (len(found[-1][0].prompt.ids) + found[-1][1]))
-    for first in range(0, len(found), size):
-        contexts = [[*text.prompt.ids, *text.plain[:at]] for text, at in found[first : first + size]]
-        results += judge.gaps(contexts, pairs[first : first + size])
+    while len(results) < len(found):
+        check_stop()
+        now = slice(len(results), len(results) + size)
+        contexts = [[*text.prompt.ids, *text.plain[:at]] for text, at in found[now]]
+        try:
+            results += judge.gaps(contexts, pairs[now])
+        except torch.OutOfMemoryError:
+            if size == 1:
+                raise
+            size = (size + 1) // 2
+            continue
+        bar.advance(len(contexts))
     differences = [
         Difference(text.prompt.id, at, plain, drafted, gap, allowed)
         for (text, at), (plain, drafted), (gap, allowed) in zip(found, pairs, results, strict=True)
@@ -156,12 +175,23 @@ def _complaint(difference: Difference) -> str:
 
 
 class Judge:
-    """Computes logits anew, from token ids alone, with a copy of the target in a wider format."""
+    """Computes logits anew, from token ids alone, with a copy of the target in a wider format.
+
+    Raises BadInput when that copy, twice the target's size, does not fit beside it.
+    """
 
     def __init__(self, target: Target, block_size: int) -> None:
         self.model, self.block_size = target.model, block_size
         self.exact_format = torch.float64 if target.dtype == torch.float32 else torch.float32
-        self.wide = copy.deepcopy(target.model).to(self.exact_format)
+        try:
+            self.wide = copy.deepcopy(target.model).to(self.exact_format)
+        except torch.OutOfMemoryError:
+            size = sum(weight.numel() for weight in target.model.parameters()) * self.exact_format.itemsize
+            name = str(self.exact_format).removeprefix("torch.")
+            raise BadInput(
+                f"eval.batch_size: ties are judged with a {name} copy of the target, {size / 1e9:.0f} GB, which does "
+                "not fit beside it: lower it, or spread the target over more GPUs (target.gpus)"
+            ) from None
         self.argument = cache_argument(target.stack)
 
     @torch.no_grad()

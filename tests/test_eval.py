@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from data.benchmarks import PRESETS, load_benchmark
-from data.errors import BadInput, Failure
+from data.errors import BadInput, Failure, Stopped
 from data.layout import Layout
 from data.manifest import publish, read_manifest
 from data.settings import Benchmark, Run
@@ -254,6 +254,10 @@ def test_output_that_is_not_the_targets_fails_with_prompt_and_position(
     assert "answer position" in said
 
 
+def go_on() -> None:
+    """Nobody asks for a stop."""
+
+
 class TestTies:
     PROMPTS = (Prompt("a", [10, 20, 30]), Prompt("b", [40, 50]))
 
@@ -269,7 +273,7 @@ class TestTies:
         swapped = (*plain["a"].ids[:5], 7, *plain["a"].ids[6:])
         drafted = {**plain, "a": replace(plain["a"], ids=swapped)}
         monkeypatch.setattr(lossless.Judge, "gaps", lambda *_: [(5e-5, lossless.FLOAT32_GAP)])
-        verdict = lossless.check(engine, tiny_target, self.PROMPTS, plain, drafted)
+        verdict = lossless.check(engine, tiny_target, self.PROMPTS, plain, drafted, go_on)
         assert (verdict.checked, verdict.exact, len(verdict.ties)) == (2, 1, 1)
         assert (verdict.ties[0].prompt, verdict.ties[0].position) == ("a", 5)
 
@@ -277,13 +281,52 @@ class TestTies:
         plain = {answer.id: answer for answer in engine.generate(self.PROMPTS, 20)}
         drafted = {**plain, "b": replace(plain["b"], ids=(*plain["b"].ids[:3], 7, *plain["b"].ids[4:]))}
         with pytest.raises(Failure, match="prompt `b`, answer position 3"):
-            lossless.check(engine, tiny_target, self.PROMPTS, plain, drafted)
+            lossless.check(engine, tiny_target, self.PROMPTS, plain, drafted, go_on)
 
     def test_answers_of_other_lengths_are_a_failure(self, tiny_target: Target, engine: Engine) -> None:
         plain = {answer.id: answer for answer in engine.generate(self.PROMPTS, 20)}
         drafted = {**plain, "b": replace(plain["b"], ids=plain["b"].ids[:9])}
         with pytest.raises(Failure, match="9 tokens long"):
-            lossless.check(engine, tiny_target, self.PROMPTS, plain, drafted)
+            lossless.check(engine, tiny_target, self.PROMPTS, plain, drafted, go_on)
+
+    def test_batches_that_memory_cannot_hold_are_judged_in_smaller_ones(
+        self, tiny_target: Target, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        prompts = [Prompt(str(i), [10 + i] * (i + 1)) for i in range(7)]
+        plain = {answer.id: answer for answer in engine.generate(prompts, 6)}
+        drafted = {name: replace(a, ids=(*a.ids[:3], 319 - a.ids[3], *a.ids[4:])) for name, a in plain.items()}
+        sizes = []
+
+        def gaps(judge: lossless.Judge, contexts: list, pairs: list) -> list[tuple[float, float]]:
+            sizes.append(len(contexts))
+            if len(contexts) > 2:
+                raise torch.OutOfMemoryError
+            assert [pair[0] for pair in pairs] == [plain[str(len(c) - 4)].ids[3] for c in contexts]
+            return [(0.0, 1.0)] * len(contexts)
+
+        monkeypatch.setattr(lossless, "BATCH_TOKENS", 70)
+        monkeypatch.setattr(lossless.Judge, "gaps", gaps)
+        verdict = lossless.check(engine, tiny_target, prompts, plain, drafted, go_on)
+        assert len(verdict.ties) == 7
+        assert sizes == [7, 4, 2, 2, 2, 1]
+
+    def test_a_copy_that_memory_cannot_hold_is_said(self, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+        def full(*_: Any) -> None:
+            raise torch.OutOfMemoryError
+
+        monkeypatch.setattr(torch.nn.Module, "to", full)
+        with pytest.raises(BadInput, match=r"eval.batch_size: .* float64 copy of the target, 0 GB, .* lower it"):
+            lossless.Judge(tiny_target, B)
+
+    def test_a_stop_is_heeded_before_differences_are_judged(self, tiny_target: Target, engine: Engine) -> None:
+        plain = {answer.id: answer for answer in engine.generate(self.PROMPTS, 20)}
+        drafted = {**plain, "b": replace(plain["b"], ids=(*plain["b"].ids[:3], 7, *plain["b"].ids[4:]))}
+
+        def stop() -> None:
+            raise Stopped("at once")
+
+        with pytest.raises(Stopped):
+            lossless.check(engine, tiny_target, self.PROMPTS, plain, drafted, stop)
 
     def test_the_judge_sees_each_text_alone(self, tiny_target: Target) -> None:
         texts = [[10, 20, 30, 40, 50, 60], [70, 80]]

@@ -30,10 +30,10 @@ from pipeline.console import say
 from pipeline.encoder import Encoder, compilations
 from pipeline.windows import Work, batches, padded
 
-SLOTS = 4
-"""Batches between device and disk."""
 AHEAD = 2
 """Batches that are launched while an earlier one runs: a small one is launched no faster than a large one."""
+SLOTS = AHEAD + 3
+"""Batches between device and disk: those on the device, one that is launched, and two for the writers."""
 OPEN_WINDOWS = 2
 """Windows whose shards are not durable yet."""
 PUTTERS, FINISHERS = 3, 4
@@ -187,21 +187,20 @@ class Extraction:
             self._hand_over()
 
     def _free_slot(self) -> Slot:
-        """A slot that writers are done with; the time without one is the device waiting for the disk."""
-        try:
-            return self.free.get_nowait()
-        except Empty:
-            pass
-        while self.flights:
-            self._hand_over()
-        started = time.monotonic()
+        """A slot that writers are done with; the time without one, and without a batch running, is the device waiting
+        for the disk. Batches are handed over as they arrive, so that a slot is used as soon as it is free."""
         while True:
+            idle = not self.flights
+            if not idle and _is_over(self.flights[0].arrived):
+                self._hand_over()
+                continue
+            started = time.monotonic()
             try:
-                slot = self.free.get(timeout=0.2)
-                self.waited += time.monotonic() - started
-                return slot
+                return self.free.get(timeout=0.2 if idle else 0.001)
             except Empty:
                 self._check()
+            finally:
+                self.waited += idle * (time.monotonic() - started)
 
     def _upload(self, slot: Slot, works: list[Work], length: int) -> tuple[Tensor, Tensor, Tensor]:
         ids = np.zeros((len(works), length), np.int64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import resource
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from data.part import damage
 from data.settings import Run
 from data.shard import ShardWriter
 from pipeline.encoder import Encoder, Teacher, compilations
+from pipeline.extraction import AHEAD, SLOTS, Extraction, Flight
 from pipeline.head import load_head
 from pipeline.target import Target, load_target
 from pipeline.windows import batches, padded
@@ -305,6 +307,26 @@ def test_states_encoded_in_pieces_are_those_encoded_at_once(kept: int, tiny_targ
     encoder.close()
     assert whole.keys() == pieces.keys()
     assert all(torch.equal(pieces[name].float(), whole[name].float()) for name in whole)
+
+
+def test_a_slot_is_used_once_it_is_free_though_batches_run(tiny_target: Target) -> None:
+    """Batches that the device still works on are not waited for."""
+    from data.codec import make_codec
+
+    class Running:
+        def query(self) -> bool:
+            return False
+
+    encoder = Encoder(tiny_target, (1, 2, 3), make_codec("fp8", 3, tiny_target.width), Teacher(), compiled=False)
+    extraction = Extraction(encoder, tiny_target.width, 64, 64)
+    slots = [extraction.free.get() for _ in range(SLOTS)]
+    flights = [Flight([], [], slot, Running()) for slot in slots[:AHEAD]]
+    extraction.flights.extend(flights)
+    threading.Timer(0.1, extraction.free.put, [slots[-1]]).start()
+    assert extraction._free_slot() is slots[-1]
+    assert list(extraction.flights) == flights
+    assert extraction.waited == 0
+    extraction.close()
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from data.codec import CODECS
 from data.settings import Loss, Train
 from pipeline.batches import BatchPlan, Document, Plan, fill
 from pipeline.drafter import Drafter
@@ -233,12 +234,12 @@ def test_state_noise_is_a_function_of_seed_and_place() -> None:
     assert not torch.equal(first, block_hidden(step))
 
 
-def train_both(device: str, steps: int = 3, **kinds: Any) -> list[dict[str, Tensor]]:
+def train_both(device: str, codec: str, steps: int = 3, **kinds: Any) -> list[dict[str, Tensor]]:
     """Weights after a few steps in modes compile and whole, in one process."""
     results = []
     for mode in ("compile", "whole"):
         torch._dynamo.reset()
-        cache = MemoryCache("fp8", 3, 64, 256, [100, 80, 120, 90, 60])
+        cache = MemoryCache(codec, 3, 64, 256, [100, 80, 120, 90, 60])
         settings = SETTINGS.model_copy(update={"context_tokens": 512, "batches_per_step": 2, "learning_rate": 1e-3})
         step, plan = make_step(cache, config(hidden_size=64, vocab_size=256, **kinds), settings, mode=mode,
                                device=device, dtype=torch.bfloat16, dense=False)  # fmt: skip
@@ -254,8 +255,9 @@ def train_both(device: str, steps: int = 3, **kinds: Any) -> list[dict[str, Tens
 
 
 @pytest.mark.gpu
-def test_graphs_replay_what_compile_runs_bit_for_bit() -> None:
-    compiled, whole = train_both("cuda")
+@pytest.mark.parametrize("codec", sorted(CODECS))
+def test_graphs_replay_what_compile_runs_bit_for_bit(codec: str) -> None:
+    compiled, whole = train_both("cuda", codec)
     assert all(torch.equal(compiled[name], whole[name]) for name in compiled)
 
 
@@ -280,6 +282,23 @@ def test_flex_step_equals_dense_oracle_on_a_gpu(kinds: dict[str, Any]) -> None:
     assert fast_loss == pytest.approx(loss, rel=1e-5)
     for name, gradient in slow.items():
         assert (fast[name] - gradient).norm() / gradient.norm() < 1e-3, name
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # dynamo instantiates autograd functions
+@pytest.mark.parametrize("codec", sorted(CODECS))
+def test_every_codec_decodes_inside_the_compiled_step(codec: str) -> None:
+    gradients = []
+    for mode in ("eager", "compile"):
+        torch._dynamo.reset()
+        cache = MemoryCache(codec, 3, 64, 256, [60, 40, 30])
+        step, plan = make_step(cache, config(hidden_size=64, vocab_size=256), SETTINGS, mode=mode, dtype=torch.bfloat16)
+        run(step, cache, whole_plan(cache, plan))
+        step.run_micro(first=True, last=True)
+        gradients.append({name: p.grad.clone() for name, p in step.drafter.named_parameters()})
+    plain, compiled = gradients
+    for name, gradient in plain.items():
+        assert (compiled[name] - gradient).norm() / gradient.norm() < 0.03, name
 
 
 def test_rules_resolve_the_published_decays() -> None:

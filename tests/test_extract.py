@@ -16,6 +16,7 @@ import torch
 
 from data.anchors import eligible
 from data.cache import Cache
+from data.codec import CODECS, make_codec
 from data.errors import BadInput, Failure, Stopped
 from data.layout import Layout
 from data.manifest import read_manifest
@@ -297,8 +298,6 @@ def test_waiting_for_the_disk_is_measured(
 
 @pytest.mark.parametrize("kept", [0, 1, 16, 37])
 def test_states_encoded_in_pieces_are_those_encoded_at_once(kept: int, tiny_target: Target) -> None:
-    from data.codec import make_codec
-
     encoder = Encoder(tiny_target, (1, 2, 3), make_codec("fp8", 3, tiny_target.width), Teacher(), compiled=False)
     ids, index = torch.arange(60).view(3, 20), torch.arange(kept) + 5
     whole = encoder(ids, index, index[:0])
@@ -311,7 +310,6 @@ def test_states_encoded_in_pieces_are_those_encoded_at_once(kept: int, tiny_targ
 
 def test_a_slot_is_used_once_it_is_free_though_batches_run(tiny_target: Target) -> None:
     """Batches that the device still works on are not waited for."""
-    from data.codec import make_codec
 
     class Running:
         def query(self) -> bool:
@@ -330,20 +328,21 @@ def test_a_slot_is_used_once_it_is_free_though_batches_run(tiny_target: Target) 
 
 
 @pytest.mark.gpu
-def test_compiled_extraction_agrees_and_compiles_no_more_after_warm_up(new_run: Callable[..., Run]) -> None:
-    run = new_run(codec="bf16")
-    target = load_target(run, "cuda:0", torch.float32)
-    from data.codec import make_codec
-
-    codec = make_codec("bf16", 3, target.width)
-    encoder = Encoder(target, (1, 2, 3), codec, Teacher(), compiled=True)
+@pytest.mark.parametrize("name", sorted(CODECS))
+def test_compiled_extraction_agrees_and_compiles_no_more_after_warm_up(name: str, new_run: Callable[..., Run]) -> None:
+    torch._dynamo.reset()
+    target = load_target(new_run(codec=name), "cuda:0", torch.float32)
+    sample = target.tap(torch.randint(0, 200, (64, 64), device="cuda"), (1, 2, 3)).flatten(0, 1)
+    codec = make_codec(name, 3, target.width, sample)
+    encoder = Encoder(target, (1, 2, 3), codec, Teacher(last_hidden=True, top_k=4), compiled=True)
     warm = compilations()
-    for rows, length in ((2, 64), (5, 96), (1, 128), (7, 48)):
+    for rows, length in ((2, 64), (5, 96), (1, 128), (90, 48)):
         ids = torch.randint(0, 200, (rows, length), device="cuda")
         kept = torch.arange(rows * length, device="cuda")
-        states = codec.to("cuda").decode(encoder(ids, kept, kept[:0])).float()
-        plain = target.tap(ids, (1, 2, 3)).flatten(0, 1)
-        torch.testing.assert_close(states, plain, rtol=1e-2, atol=1e-2)
+        states = codec.to("cuda").decode(encoder(ids, kept, kept[:5])).float()
+        plain = target.tap(ids, (1, 2, 3)).flatten(0, 1).float()
+        error = (states - plain).norm(dim=-1) / plain.norm(dim=-1)
+        assert error.max() <= 2 * codec.error + 1e-2  # 64 channels are few groups of few bits
     assert compilations() == warm
     encoder.close()
 

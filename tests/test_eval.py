@@ -28,6 +28,7 @@ from pipeline.serving import Metrics
 from pipeline.target import Target, target_record
 from pipeline.template import template_record
 from stages.cli import exit_code
+from tests.benchmarks.reference import COLUMNS, table
 
 B = 4
 PROMPTS = [
@@ -202,6 +203,15 @@ def test_somebody_elses_drafter_stands_in_the_same_table(trained: Callable[..., 
     assert theirs["validation"] is None
     assert theirs["past_trained_length"] is None
     assert theirs["pooled"] == ours["pooled"]
+
+
+def test_the_reference_table_is_made_of_records_though_the_cache_is_gone(trained: Callable[..., Path]) -> None:
+    file = trained()
+    assert exit_code(["eval", str(file)]) == 0
+    *_, row = table([file], 2).splitlines()
+    cells = [cell.strip() for cell in row.split("|")[1:-1]]
+    assert len(cells) == len(COLUMNS)
+    assert dict(zip(COLUMNS, cells, strict=True))["of the first line"] == "1.0000"
 
 
 def test_a_drafter_for_another_target_is_refused_with_both_numbers(

@@ -55,8 +55,10 @@ def follow(path: Path) -> bool:
 def lines(run: Run, first: int, bases: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """A line for each record of the run. `bases` keeps the first record of each benchmark."""
     layout, cache = Layout.of(run), Layout.of_cache(run)
-    counts = [read_manifest(cache.cache_part(part), "cache")["counts"] for part in range(run.extract.parts)]
-    size = sum(count["bytes"] for count in counts) / max(1, sum(count["tokens"] for count in counts))
+    manifests = [path for part in range(run.extract.parts) if (path := cache.cache_part(part)).exists()]
+    counts = [read_manifest(path, "cache")["counts"] for path in manifests]  # none of a cache that is not kept
+    tokens = sum(count["tokens"] for count in counts)
+    size = f"{sum(count['bytes'] for count in counts) / tokens:,.0f}" if tokens else ""
     extract = seconds(layout.benchmarks.glob("extract/*.tsv"))
     for drafter in run.drafters:
         train = seconds(layout.benchmarks.glob(f"train/{drafter}.tsv"))
@@ -68,7 +70,7 @@ def lines(run: Run, first: int, bases: dict[str, Any]) -> Iterator[tuple[str, ..
             ratio = compare(record["by_prompt"], base["by_prompt"], run.eval.seed)
             whole = record["pooled"]
             few = np.array([counts for _, *counts in record["by_prompt"][:first]], float)
-            yield (run.name, drafter, record["checkpoint"], run.extract.codec, f"{size:,.0f}", extract, train,
+            yield (run.name, drafter, record["checkpoint"], run.extract.codec, size, extract, train,
                    record["benchmark"], str(record["prompts"]), f"**{whole['value']:.3f}**",
                    f"{whole['low']:.3f} to {whole['high']:.3f}", f"{float(pooled(few)):.3f}", f"{ratio['value']:.4f}",
                    f"{ratio['low']:.4f} to {ratio['high']:.4f}")  # fmt: skip

@@ -100,6 +100,7 @@ def check(
         judge = judge or Judge(target, engine.block_size)
         with Progress(len(found), "lossless check: differences judged", unit="answers") as bar:
             judged = _judged(judge, found, answers, bar, check_stop)
+        torch.cuda.empty_cache()  # a capture, which new lengths may ask for, cannot take what the allocator keeps
         texts = []
         for text, difference in zip(*judged, strict=True):
             if not difference.tie:
@@ -113,6 +114,8 @@ def check(
             for answer in engine.generate(resumed, max((p.limit for p in resumed), default=1), bar):
                 check_stop()
                 answers[answer.id] = answer.ids
+    del judge
+    torch.cuda.empty_cache()
     return verdict
 
 

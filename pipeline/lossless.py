@@ -93,8 +93,6 @@ def check(
     answers = {prompt.id: drafted[prompt.id].ids for prompt in prompts}
     while texts:
         found = [(text, at) for text in texts if (at := _first_difference(text, answers[text.prompt.id])) is not None]
-        if len(texts) == len(prompts):
-            verdict.exact = len(texts) - len(found)
         if not found:
             break
         judge = judge or Judge(target, engine.block_size)
@@ -108,12 +106,15 @@ def check(
             verdict.ties.append(difference)
             if difference.position + 1 < len(text.plain):
                 texts.append(_Text(text.prompt, text.plain, difference.position + 1))
+        if not texts:
+            break
         resumed = [_resume(text) for text in texts]
         answers = {}
         with Progress(len(resumed), "lossless check: drafted again behind ties", unit="answers") as bar:
-            for answer in engine.generate(resumed, max((p.limit for p in resumed), default=1), bar):
+            for answer in engine.generate(resumed, max(prompt.limit for prompt in resumed), bar):
                 check_stop()
                 answers[answer.id] = answer.ids
+    verdict.exact = len(prompts) - len({tie.prompt for tie in verdict.ties})
     del judge
     torch.cuda.empty_cache()
     return verdict

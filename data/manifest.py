@@ -81,12 +81,25 @@ def publish(path: Path, kind: str, body: Mapping[str, Any]) -> None:
     write_json(path, {"format": FORMAT, "kind": kind, **body})
 
 
+MAKERS = {
+    "prompts": "`draftmill prepare`",
+    "accounting": "`draftmill prepare`",
+    "tokens": "`draftmill prepare` (and `draftmill regenerate`, where the target answers)",
+    "head": "`draftmill extract`",
+    "cache": "`draftmill extract`",
+    "drafter": "`draftmill train`",
+    "eval": "`draftmill eval`",
+    "export": "`draftmill export`",
+}
+"""What to run for each kind of artefact, in the words of a remedy."""
+
+
 def read_manifest(path: Path, kind: str) -> dict[str, Any]:
     """A manifest's body.
 
     Raises BadInput when it is missing, damaged, of another kind or of another format version.
     """
-    body = read_json(path, f"run `draftmill` to make the {kind} first")
+    body = read_json(path, f"run {MAKERS[kind]} first")
     for field, want in (("format", FORMAT), ("kind", kind)):
         if body.get(field) != want:
             raise BadInput(f"{path}: {field} is {body.get(field)!r}, this version needs {want!r}; make it again")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -68,6 +69,20 @@ def test_what_is_no_manifest_is_refused(tmp_path: Path, text: str | None, wanted
         path.write_text(text)
     with pytest.raises(BadInput, match=wanted):
         read_manifest(path, "cache")
+
+
+@pytest.mark.parametrize(
+    ("kind", "remedy"),
+    [
+        ("prompts", "run `draftmill prepare` first"),
+        ("tokens", "run `draftmill prepare` (and `draftmill regenerate`, where the target answers) first"),
+        ("head", "run `draftmill extract` first"),
+        ("drafter", "run `draftmill train` first"),
+    ],
+)
+def test_a_missing_manifest_names_the_command_that_makes_it(tmp_path: Path, kind: str, remedy: str) -> None:
+    with pytest.raises(BadInput, match=re.escape(remedy)):
+        read_manifest(tmp_path / "m.json", kind)
 
 
 @pytest.mark.parametrize("path", ["../a", "/etc/passwd", "a/../../b", "a/../..", ".."])

@@ -13,14 +13,12 @@ from dataclasses import dataclass, field
 from itertools import chain, takewhile
 from pathlib import Path
 
-from data.benchmarks import load_benchmark
-from data.conversations import Conversation, Rejected
+from data.benchmarks import PRESETS, load_benchmark
+from data.conversations import Conversation
 from data.errors import BadInput
-from data.formats import normalise
 from data.manifest import fingerprint
 from data.parts import read_prompts
 from data.settings import Benchmark, Run
-from data.sources import data_files, decode, file_rows
 from data.tokens import stable_hash
 
 WRAPPER = 4
@@ -40,14 +38,14 @@ class Benchmarks:
     def of(cls, run: Run) -> Benchmarks:
         """All benchmarks of a run; a set on the hub that is out of reach is unread.
 
-        Raises BadInput for a file that is missing or has an unusable row.
+        Raises BadInput for a file that is missing, empty or has an unusable row, and for a preset that does not exist.
         """
         keys, unread = {}, {}
         for name, settings in run.eval.benchmarks.items():
             try:
                 keys[name] = prompt_keys(_questions(name, settings))
             except BadInput as error:
-                if settings.path is not None:
+                if settings.path is not None or (settings.preset is not None and settings.preset not in PRESETS):
                     raise
                 unread[name] = str(error)
         return cls(keys, unread)
@@ -67,18 +65,9 @@ class Benchmarks:
 
 
 def _questions(name: str, settings: Benchmark) -> list[str]:
-    """What users ask in a benchmark; a file may have any format of conversations."""
-    if settings.path is None:
-        messages = chain.from_iterable(turn for prompt in load_benchmark(name, settings) for turn in prompt.turns)
-        return [message["content"] for message in messages if message["role"] == "user"]
-    texts = []
-    for row in chain.from_iterable(map(file_rows, data_files(Path(settings.path)))):
-        try:
-            messages = iter(normalise(decode(row)).messages)
-        except Rejected as error:
-            raise BadInput(f"{settings.path}: benchmark `{name}` has an unusable row: {error}") from None
-        texts += [message["content"] for message in messages if message["role"] == "user"]
-    return texts
+    """What users ask in a benchmark, read as `eval` reads it: what it would refuse after training is refused now."""
+    messages = chain.from_iterable(turn for prompt in load_benchmark(name, settings) for turn in prompt.turns)
+    return [message["content"] for message in messages if message["role"] == "user"]
 
 
 def words_of(text: str) -> list[str]:

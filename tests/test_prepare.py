@@ -314,6 +314,35 @@ def test_contamination_is_counted_with_ids(run_of: MakeRun, tmp_path: Path) -> N
     assert "0 rows ask what benchmark `sums` asks" in text
 
 
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (None, "cannot read"),
+        ("", "holds no prompts"),
+        ('{"instruction": "Add.", "output": "4"}\n', "needs `turns`"),
+        ("not json\n", "line 1: not JSON"),
+        ('{"id": "a", "turns": ["x"]}\n{"id": "a", "turns": ["y"]}\n', "repeats 1 ids"),
+    ],
+)
+def test_a_benchmark_that_eval_would_refuse_is_refused_before_training(
+    run_of: MakeRun, tmp_path: Path, body: str | None, why: str
+) -> None:
+    file = tmp_path / "bench.jsonl"
+    if body is not None:
+        file.write_text(body)
+    path, _ = run_of([chat()], eval={"benchmarks": {"sums": {"path": str(file)}}})
+    with pytest.raises(BadInput, match=why) as refused:
+        prepare(path)
+    assert "benchmark `sums`" in str(refused.value)
+    assert str(file) in str(refused.value)
+
+
+def test_a_preset_that_does_not_exist_is_no_hub_out_of_reach(run_of: MakeRun) -> None:
+    path, _ = run_of([chat()], eval={"benchmarks": {"maths": {"preset": "gsm9k"}}})
+    with pytest.raises(BadInput, match="no preset `gsm9k`; there are: gsm8k"):
+        prepare(path)
+
+
 @pytest.mark.parametrize("responses", ["keep", "regenerate"])
 def test_other_benchmarks_are_compared_with_rows_that_are_there(
     run_of: MakeRun, tmp_path: Path, responses: str

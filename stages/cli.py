@@ -35,6 +35,10 @@ COMMANDS = {
 """Every verb and its line of help, in the order of a run. Kept here so that `--help` loads no stage."""
 
 
+NO_ACCESS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
+"""What the system answers for a path that is not ours to use."""
+
+
 class Verbs(click.Group):
     """The stages by name, imported on use."""
 
@@ -89,8 +93,10 @@ def exit_code(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
-        text = shortage(error)
-        return _unexpected(error) if text is None else _fail(1, text)
+        if text := shortage(error):
+            return _fail(1, text)
+        text = no_access(error)
+        return _unexpected(error) if text is None else _fail(2, text)
 
 
 def shortage(error: BaseException) -> str | None:
@@ -101,6 +107,14 @@ def shortage(error: BaseException) -> str | None:
         return f"out of GPU memory ({str(error).splitlines()[0]}): lower the batch sizes of this stage in the run file"
     if isinstance(error, MemoryError):
         return "out of memory: lower the batch sizes of this stage in the run file"
+    return None
+
+
+def no_access(error: BaseException) -> str | None:
+    """A clear line for a path that this user may not use or that runs through a file, else None."""
+    if isinstance(error, OSError) and error.filename and error.errno in NO_ACCESS:
+        remedy = "give this user access, or set `root` in the run file to a folder that can be written"
+        return f"{error.filename}: {(error.strerror or 'no access').lower()}: {remedy}"
     return None
 
 

@@ -462,6 +462,15 @@ def load_run(path: str | Path) -> Run:
         raise BadInput(f"{path}: {explain(error, Run)}") from None
 
 
+PLAIN = {
+    "tuple_type": "needs a list, for example `[{path: rows.jsonl}]` or `[1, 2]`",
+    "dict_type": "needs a mapping, `key: value` lines below it",
+    "string_pattern_mismatch": "a name: letters, digits, `.`, `_` and `-`, the first a letter or a digit",
+    "model_type": "needs a mapping, `key: value` lines below it",
+}
+"""Problems that the checker words for programmers, by its own names of them."""
+
+
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
     """The first problem in one line, with the nearest valid key for an unknown one, and how many more there are."""
     problems = error.errors(include_url=False)
@@ -472,7 +481,7 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
     elif first["type"] == "missing":
         text = f"`{where}` is missing"
     else:
-        message = first["msg"].removeprefix("Value error, ")
+        message = PLAIN.get(first["type"], first["msg"].removeprefix("Value error, "))
         value = first["input"]
         given = "" if isinstance(value, dict | list | BaseModel) or first["type"] == "secret" else f" (got {value!r})"
         text = (f"`{where}`: " if where else "") + message + given

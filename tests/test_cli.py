@@ -69,8 +69,8 @@ def test_every_command_loads_without_torch_and_explains_itself() -> None:
         (
             PermissionError(13, "Permission denied", "/runs/mine"),
             2,
-            "error: /runs/mine: permission denied: give this user access, or set `root` in the run file to a folder that "
-            "can be written\n",
+            "error: /runs/mine: permission denied: give this user access, or set `root` in the run file to a folder "
+            "that can be written\n",
         ),
         (MemoryError(), 1, "error: out of memory: lower the batch sizes of this stage in the run file\n"),
     ],

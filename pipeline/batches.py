@@ -94,6 +94,25 @@ def padded_sizes(context: int, blocks: int, block_size: int) -> tuple[int, int]:
     return -(-context // TILE) * TILE, -(-blocks // step) * step
 
 
+def require_room(train: Train, block_size: int, states: int, anchors: int) -> None:
+    """Refuse batches that cannot hold a row of so many states and eligible anchors, since a row never splits.
+
+    Raises BadInput naming the setting. Asked before states are extracted too, which takes longer than being told.
+    """
+    context, blocks = padded_sizes(train.context_tokens, train.anchor_slots, block_size)
+    anchors = min(anchors, train.anchors_per_row)
+    if states > context:
+        raise BadInput(
+            f"train.context_tokens {train.context_tokens} is shorter than the longest row's {states} states: raise it "
+            "to that, or lower data.max_length"
+        )
+    if anchors > blocks:
+        raise BadInput(
+            f"train.anchor_slots {train.anchor_slots} is less than the {anchors} anchors of one row: raise it, or "
+            "lower train.anchors_per_row"
+        )
+
+
 @dataclass(frozen=True)
 class Document:
     """One row's place in a batch."""
@@ -146,16 +165,7 @@ class Plan:
     def _refuse_misfits(self) -> None:
         if not len(self.rows) or not self.eligible.sum():
             raise BadInput("no training row has an eligible anchor (two supervised tokens in a row)")
-        if self.states.max() > self.context:
-            raise BadInput(
-                f"train.context_tokens {self.train.context_tokens} is shorter than the longest row's "
-                f"{self.states.max()} states: raise it to that, or lower data.max_length"
-            )
-        if self.eligible.max() > self.blocks:
-            raise BadInput(
-                f"train.anchor_slots {self.train.anchor_slots} is less than the {self.eligible.max()} anchors of one "
-                f"row: raise it, or lower train.anchors_per_row"
-            )
+        require_room(self.train, self.block_size, int(self.states.max()), int(self.eligible.max()))
 
     def _order(self, epoch: int) -> np.ndarray:
         """Permutation of the rows: by shard, then inside the shard, both by counter-based hashes."""

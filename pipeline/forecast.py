@@ -35,7 +35,8 @@ SAVED = 3 * 4
 class Amounts:
     """Rows, and over all rows: tokens, states that are stored, anchors an epoch takes, supervised tokens.
 
-    `from_tokens` says that they were counted, else they are estimated; `longest` row in tokens.
+    `from_tokens` says that they were counted, else they are estimated; `longest` row in tokens; `most_states` and
+    `most_anchors` of one row.
     """
 
     rows: int
@@ -45,6 +46,8 @@ class Amounts:
     supervised: int
     longest: int
     from_tokens: bool
+    most_states: int = 0
+    most_anchors: int = 0
 
 
 @dataclass(frozen=True)

@@ -159,6 +159,19 @@ class Part:
         wanted = self.tokens["files"][0]
         if not self.table.exists() or file_record(self.table, self.table.parent) != wanted:
             raise BadInput(f"{self.table}: not the table that its manifest describes: make its part of tokens again")
+        self._check_room()
+
+    def _check_room(self) -> None:
+        """Refuse, before the target runs, rows that no batch of a drafter's training can hold."""
+        from data.anchors import eligible
+        from data.tokens import read_tokens
+        from pipeline.batches import require_room
+
+        found = (eligible(row.supervised) for row in read_tokens(self.table) if not row.validation)
+        sizes = [(int(anchors[-1]), len(anchors)) for anchors in found if len(anchors)]
+        for name, drafter in self.run.drafters.items() if sizes else ():
+            most = (max(states for states, _ in sizes), max(anchors for _, anchors in sizes))
+            require_room(self.run.train_of(name), drafter.block_size, *most)
 
     def _works(self, part: int | None = None) -> Iterator[Work]:
         from data.tokens import read_tokens

@@ -105,7 +105,7 @@ def count(run: Run, rows: Iterator[tuple[int, Any]], total: int | None) -> Amoun
     from data.errors import BadInput
     from pipeline.forecast import Amounts
 
-    seen = tokens = states = anchors = supervised = longest = 0
+    seen = tokens = states = anchors = supervised = longest = most_states = most_anchors = 0
     most = max(run.train_of(name).anchors_per_row for name in run.drafters)
     for length, mask in rows:
         found = eligible(mask)
@@ -113,19 +113,25 @@ def count(run: Run, rows: Iterator[tuple[int, Any]], total: int | None) -> Amoun
         tokens += length
         longest = max(longest, length)
         supervised += int(mask.sum())
+        most_states = max(most_states, int(found[-1]) if len(found) else 0)
+        most_anchors = max(most_anchors, len(found))
         states += int(found[-1]) if len(found) else 0
         anchors += min(most, len(found))
     if not seen:
         raise BadInput("data.train: no usable row to plan with; run `draftmill prepare` to see why")
     scale = 1.0 if total is None else total / seen
     scaled = [round(scale * value) for value in (seen, tokens, states, anchors, supervised)]
-    return Amounts(*scaled, longest=longest, from_tokens=total is None)
+    return Amounts(
+        *scaled, longest=longest, from_tokens=total is None, most_states=most_states, most_anchors=most_anchors
+    )
 
 
 def lines(run: Run, model: Model, amounts: Amounts, gpu_memory: list[int]) -> Iterator[str]:
     """The report, line by line."""
     from data.codec import CODECS
+    from data.errors import BadInput
     from pipeline import forecast
+    from pipeline.batches import require_room
     from pipeline.console import size
 
     kind = "counted from the token tables" if amounts.from_tokens else f"estimated from at most {SAMPLE} rows"
@@ -156,6 +162,10 @@ def lines(run: Run, model: Model, amounts: Amounts, gpu_memory: list[int]) -> It
             f"batches   {name}: {batches:,.0f} an epoch, {train.epochs} epochs of "
             f"{batches / train.batches_per_step:,.0f} steps; context {states:.0%} full, anchor slots {anchors:.0%} full"
         )
+        try:
+            require_room(train, drafter.block_size, amounts.most_states, amounts.most_anchors)
+        except BadInput as error:
+            yield f"batches   {name}: NOT possible: {error}"
     yield from _disk(run, forecast.cache_bytes(amounts, model, run.extract.codec, run) + checkpoints)
     yield from _memory(run, model, gpu_memory)
     assumed = f"{forecast.GPU_FLOPS / 1e12:.0f} TFLOP/s a GPU" if gpu_memory else "two CPU cores"

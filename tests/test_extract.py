@@ -224,6 +224,15 @@ def test_a_disk_too_small_is_refused_unless_forced(
     extract(run, force=True)
 
 
+def test_rows_that_training_cannot_hold_are_refused_before_the_target_runs(new_run: Callable[..., Run]) -> None:
+    run = new_run()
+    train = run.train.model_copy(update={"anchor_slots": 1, "context_tokens": 256})
+    with pytest.raises(BadInput, match=r"train.anchor_slots 1 is less than the \d+ anchors of one row"):
+        extract(run.model_copy(update={"train": train}))
+    assert not Layout.of(run).head.exists()
+    extract(run)
+
+
 def test_two_extracts_of_one_part_never_mix(new_run: Callable[..., Run]) -> None:
     run = new_run(rows=40)
     extract(run)

@@ -49,7 +49,12 @@ def test_plan_before_anything_runs(tmp_path: Path, capsys: pytest.CaptureFixture
     assert re.search(r"^rows +50 \(estimated", text, re.M)
     for word in ("fp8", "<- this run", "checkpoints", "free in", "pinned host memory", "hours     extract"):
         assert word in text
+    assert "NOT possible" not in text
     assert not (tiny_root / "p").exists()
+    (tmp_path / "run.yaml").write_text(json.dumps({**body, "train": {"anchor_slots": 1}}))
+    assert cli.exit_code(["plan", str(tmp_path / "run.yaml")]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"^batches +base: NOT possible: train.anchor_slots 1 is less than the 14 anchors", text, re.M)
 
 
 def test_sizes_of_the_published_recipe(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -236,6 +237,11 @@ def test_finished_training_is_left_alone_until_it_is_forced(successor: Run, caps
     train(run)
     assert manifest.read_bytes() == before
     assert (layout.drafter("base").with_name(".base.old-1")).is_dir()
+    for weights in layout.checkpoints("base").glob("*/drafter.safetensors"):
+        os.truncate(weights, 100)
+    train(run)
+    assert manifest.read_bytes() == before
+    assert (layout.drafter("base").with_name(".base.old-2")).is_dir()
 
 
 def test_bad_states_stop_training_with_step_row_and_parameter(successor: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,11 +167,13 @@ class Part:
         from data.tokens import read_tokens
         from pipeline.batches import require_room
 
-        found = (eligible(row.supervised) for row in read_tokens(self.table) if not row.validation)
-        sizes = [(int(anchors[-1]), len(anchors)) for anchors in found if len(anchors)]
-        for name, drafter in self.run.drafters.items() if sizes else ():
-            most = (max(states for states, _ in sizes), max(anchors for _, anchors in sizes))
-            require_room(self.run.train_of(name), drafter.block_size, *most)
+        states = anchors = 0
+        for row in read_tokens(self.table):
+            found = eligible(row.supervised)
+            if len(found) and not row.validation:
+                states, anchors = max(states, int(found[-1])), max(anchors, len(found))
+        for name, drafter in self.run.drafters.items():
+            require_room(self.run.train_of(name), drafter.block_size, states, anchors)
 
     def _works(self, part: int | None = None) -> Iterator[Work]:
         from data.tokens import read_tokens

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -53,13 +52,17 @@ def cache_folder() -> Path:
 
 
 def _make(folder: Path, site: str) -> None:
-    """An environment without a pip of its own: that of the environment behind it does, where there is one."""
+    """An environment without a pip of its own: that of the environment behind it does, where there is one.
+
+    Asked of the new interpreter: in this process to look for pip is to import setuptools' stand-in for distutils, which
+    warns (and a warning fails the tests) wherever an earlier test has imported the real one.
+    """
     python = folder / "bin" / "python"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     where = [python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"]
     own = Path(subprocess.check_output(where, text=True).strip())
     (own / "behind.pth").write_text(f"{site}\n")
-    if importlib.util.find_spec("pip") is None:
+    if subprocess.run([python, "-m", "pip", "--version"], capture_output=True, check=False).returncode:
         subprocess.run([python, "-m", "ensurepip"], check=True, capture_output=True)
     pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-compile"]
     for options in (["--no-deps", *ALONE], WITH_DEPENDENCIES):

@@ -12,7 +12,7 @@ Message = dict[str, Any]
 
 REASONS = {
     "not_json": "the line is not JSON",
-    "not_utf8": "the text is not valid Unicode",
+    "not_utf8": "the text is not valid Unicode; a file in another encoding needs `iconv -t UTF-8` first",
     "not_plain": "a value that JSON cannot hold: a date, bytes, or nesting without end",
     "not_an_object": "the row is not an object with fields",
     "unknown_format": "none of the known fields is there",

@@ -5,6 +5,7 @@ JSON lines travel undecoded, so that decoding them is the work of whoever prepar
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import importlib
@@ -168,7 +169,18 @@ def file_rows(path: Path) -> Iterator[Raw]:
 
 
 def opened(path: Path) -> BinaryIO:
-    """The file's bytes, decompressed."""
+    """The file's bytes, decompressed.
+
+    Raises BadInput for text in UTF-16 or UTF-32, which begins with its own byte-order mark.
+    """
+    file = io.BufferedReader(decompressed(path), BLOCK)  # type: ignore[type-var]
+    if file.peek(4)[:4].startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)):
+        file.close()
+        raise BadInput(f"{path}: UTF-16 or UTF-32 text: convert it first (`iconv -f UTF-16 -t UTF-8`)")
+    return file
+
+
+def decompressed(path: Path) -> BinaryIO:
     suffix = path.suffix.lower()
     if suffix == ".gz":
         return gzip.open(path, "rb")  # type: ignore[return-value]

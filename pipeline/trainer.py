@@ -193,6 +193,8 @@ class Trainer:
         say(f"drafter `{self.name}`: {count:,} parameters; {how}")
         say(f"mask token {self.config.mask_token_id}: {self.mask_reason}")
         say(f"{len(plan.rows)} rows, {len(self.held_out)} held out; {plan.total_steps} steps, from {start}")
+        if self.settings.max_steps is not None and plan.total_steps < self.settings.max_steps:
+            say(f"{self.settings.epochs} epochs end before train.max_steps ({self.settings.max_steps}): raise epochs")
         say(f"batches: {plan.context} states {100 * states:.0f} % full, {plan.blocks} blocks {100 * blocks:.0f} % full")
         if not len(self.held_out):
             say("no held-out row: validation is off and `best` is the last checkpoint")

@@ -64,7 +64,7 @@ def target_record(run: Run) -> dict[str, Any]:
     if folder.parent.name == "snapshots":
         return {"source": run.target.model, "weights": folder.name}
     memo = Layout.of(run).targets / "checksums.json"
-    return {"source": "folder", "weights": _remembered(memo, _model_files(folder), lambda: _checksums(folder))}
+    return {"source": "folder", "weights": _remembered(memo, model_files(folder), lambda: _checksums(folder))}
 
 
 def _tiny(targets: Path, kind: str, seed: str) -> Path:
@@ -260,11 +260,20 @@ def _remembered(memo: Path, files: list[Path], compute: Callable[[], str]) -> st
 
 
 def _checksums(folder: Path) -> str:
-    return fingerprint([[file.name, file.stat().st_size, crc32c(file)] for file in _model_files(folder)])
+    return fingerprint([[file.name, file.stat().st_size, crc32c(file)] for file in model_files(folder)])
 
 
-def _model_files(folder: Path) -> list[Path]:
+def model_files(folder: Path) -> list[Path]:
+    """Files that decide what the target in `folder` computes.
+
+    Raises BadInput when there are no weights, or when files that an index names are missing.
+    """
     files = sorted({file for pattern in IDENTITY for file in folder.glob(pattern)})
     if not any(file.suffix == ".safetensors" for file in files):
         raise BadInput(f"{folder}: no safetensors weights here; convert the model first (`save_pretrained`)")
+    have = {file.name for file in files}
+    for index in (file for file in files if file.name.endswith(".safetensors.index.json")):
+        missing = sorted(set(read_json(index, "get the model again")["weight_map"].values()) - have)
+        if missing:
+            raise BadInput(f"{folder}: {len(missing)} files that {index.name} names are missing, first {missing[0]}")
     return files

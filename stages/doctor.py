@@ -41,10 +41,8 @@ def _checks(run: Run | None) -> Iterator[Check]:
     yield preflight.disk(run.folder if run is not None else Path("."))
     if run is not None:
         yield from _files(run)
-        yield guarded("target", lambda: _target(run), "fix `target` in the run file")
-        yield guarded("template", lambda: _template(run), "fix `target` or `data.template_arguments`")
-        for name in run.drafters:
-            yield guarded(f"mask token {name}", partial(_mask_token, run, name), f"fix `drafters.{name}.mask_token`")
+        yield from _wanted_gpus(run)
+        yield from _models(run)
     if devices.visible():
         yield guarded("torch on gpu", preflight.torch_sees, "install a torch whose CUDA the driver supports")
         yield guarded("compile and capture", _selftest, "update driver and torch, or set train.graphs to eager")
@@ -83,14 +81,35 @@ def _files(run: Run) -> Iterator[Check]:
             yield Check("file", "failure", f"{path} does not exist", "paths are relative to the folder you run in")
 
 
+def _wanted_gpus(run: Run) -> Iterator[Check]:
+    """Whether there are as many GPUs as a copy of the target, or one drafter, is spread over; none means the CPU."""
+    have = len(devices.visible())
+    wanted = {"target.gpus": run.target.gpus} | {f"drafters.{n}.gpus": d.gpus for n, d in run.drafters.items()}
+    for key, count in wanted.items():
+        if have and count > have:
+            yield Check(key, "failure", f"{count} GPUs wanted, {have} here", f"set {key} to at most {have}")
+
+
+def _models(run: Run) -> Iterator[Check]:
+    """The target, what else rests on it (told only where it is sound), and what drafters start from."""
+    target = guarded("target", lambda: _target(run), "fix `target` in the run file")
+    yield target
+    if target.status == "failure":
+        return
+    yield guarded("template", lambda: _template(run), "fix `target` or `data.template_arguments`")
+    for name in run.drafters:
+        yield guarded(f"mask token {name}", partial(_mask_token, run, name), f"fix `drafters.{name}.mask_token`")
+        if run.train_of(name).warm_start is not None:
+            yield guarded(f"warm start {name}", partial(_warm_start, run, name), "fix `train.warm_start`")
+
+
 def _target(run: Run) -> Check:
-    """The target is there and has the layers that the run taps; its weights are not loaded."""
-    from transformers import AutoConfig
+    """The target is there and has the layers that the run taps; its weights are looked for and not loaded."""
+    from pipeline.target import load_config, tap_layers
+    from pipeline.weights import model_files, resolve_target
 
-    from pipeline.target import resolve_target, tap_layers
-
-    path = resolve_target(run)
-    config = AutoConfig.from_pretrained(path, trust_remote_code=run.target.trust_remote_code).get_text_config()
+    config = load_config(run)
+    model_files(resolve_target(run))
     taps = tap_layers(run.extract.layers, config.num_hidden_layers)
     text = f"{run.target.model}: {config.num_hidden_layers} layers of width {config.hidden_size}, taps {list(taps)}"
     return Check("target", "ok", text)
@@ -106,6 +125,17 @@ def _template(run: Run) -> Check:
     if not ids:
         raise BadInput("the chat template renders to nothing")
     return Check("template", "ok", f"{len(ids)} tokens for one short turn")
+
+
+def _warm_start(run: Run, name: str) -> Check:
+    """What a drafter starts from can be read, and was made for a target of as many layers."""
+    from pipeline.interchange import read_checkpoint
+    from pipeline.target import load_config
+
+    source = str(run.train_of(name).warm_start)
+    config, _ = read_checkpoint(source, load_config(run).num_hidden_layers)
+    text = f"{source}: {config.num_hidden_layers} layers, blocks of {config.block_size}"
+    return Check(f"warm start {name}", "ok", f"{text}, reads layers {list(config.target_layer_ids)}")
 
 
 def _mask_token(run: Run, name: str) -> Check:

@@ -137,7 +137,7 @@ def lines(run: Run, model: Model, amounts: Amounts, gpu_memory: list[int]) -> It
     kind = "counted from the token tables" if amounts.from_tokens else f"estimated from at most {SAMPLE} rows"
     yield f"rows      {amounts.rows:,} ({kind}), {amounts.tokens:,} tokens, {amounts.supervised:,} supervised"
     yield (
-        f"target    {model.parameters / 1e9:.2f} B parameters, layers {list(model.taps)} of "
+        f"target    {model.parameters / 1e6:,.1f} M parameters, layers {list(model.taps)} of "
         f"{model.config.num_hidden_layers}, width {model.config.hidden_size}"
     )
     yield f"states    {amounts.states:,} ({amounts.states / max(amounts.tokens, 1):.0%} of the tokens)"

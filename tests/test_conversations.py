@@ -279,6 +279,17 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
         assert str(path) in str(caught.value)
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32", "utf-32-be"])
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "txt.gz"])
+def test_other_encodings_are_refused_as_a_file(tmp_path: Path, suffix: str, encoding: str) -> None:
+    path = tmp_path / f"rows.{suffix}"
+    mark = "" if encoding in ("utf-16", "utf-32") else "\ufeff"
+    pack = gzip.compress if suffix.endswith("gz") else bytes
+    path.write_bytes(pack(f'{mark}{{"text": "a"}}\n'.encode(encoding)))
+    with pytest.raises(BadInput, match=r"UTF-16 or UTF-32 text: convert it first"):
+        rows_of(path)
+
+
 def test_a_source_is_known_by_its_content(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(LINES)

@@ -16,6 +16,7 @@ from data.manifest import publish
 from data.settings import Run, load_run
 from pipeline import devices, preflight
 from pipeline.job import job
+from pipeline.targets_tiny import make_tiny
 from stages import cli, status
 from tests.flow import run_body
 
@@ -173,6 +174,40 @@ def test_doctor_chooses_mask_tokens(run_file: str, capsys: pytest.CaptureFixture
     assert checks["mask token base"]["found"].startswith("id ")
     assert checks["mask token wide"]["status"] == "failure"
     assert "is not a special token" in checks["mask token wide"]["found"]
+
+
+def asked(run_file: str, capsys: pytest.CaptureFixture[str], **sections: Any) -> dict[str, dict[str, str]]:
+    """What the doctor, who must find a failure, says of a run."""
+    Path(run_file).write_text(yaml.safe_dump(run_body(**sections)))
+    assert cli.exit_code(["doctor", run_file, "--json"]) == 1
+    return {check["name"]: check for check in json.loads(capsys.readouterr().out)}
+
+
+def test_doctor_says_once_what_is_wrong_with_a_target(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path("model")
+    make_tiny(folder, 0)
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    checks = asked(run_file, capsys, target={"model": "model"})
+    assert "are missing, first model-00002-of-00002.safetensors" in checks["target"]["found"]
+    assert [name for name, check in checks.items() if check["status"] == "failure"] == ["target"]
+
+
+def test_doctor_looks_at_what_drafters_start_from(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    checks = asked(run_file, capsys, train={"warm_start": "nowhere"})
+    assert checks["warm start base"]["status"] == "failure"
+    assert "nowhere" in checks["warm start base"]["found"]
+
+
+def test_doctor_counts_the_gpus_that_are_asked_for(
+    run_file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "describe", list)
+    monkeypatch.setattr(devices, "visible", lambda: ["GPU-1"])
+    checks = asked(run_file, capsys, drafters={"base": {"gpus": 2}})
+    assert checks["drafters.base.gpus"]["found"] == "2 GPUs wanted, 1 here"
+    assert "target.gpus" not in checks
 
 
 @pytest.mark.parametrize(

@@ -139,10 +139,12 @@ class Extraction:
                 shard.writer.abort()
         self.encoder.close()
 
-    def window(self, works: Sequence[Work], places: Sequence[Place | None], ready: Callable[[int], None]) -> None:
+    def window(
+        self, works: Sequence[Work], places: Sequence[Place | None], ready: Callable[[np.ndarray], None]
+    ) -> None:
         """Run one window's rows. A row without a place is computed where its batch needs it, and not kept.
 
-        `ready(tokens)` is called after each batch and may raise to stop.
+        `ready(rows)` is called with the row numbers of each batch and may raise to stop.
         """
         shards = list({id(place.shard): place.shard for place in places if place is not None}.values())
         self.open.append(shards)
@@ -151,7 +153,7 @@ class Extraction:
         for rows in batches([work.run for work in works], self.tokens_per_batch):
             if any(places[row] is not None for row in rows):
                 self._launch([works[row] for row in rows], [places[row] for row in rows])
-                ready(sum(works[row].run for row in rows))
+                ready(rows)
         while len(self.open) >= OPEN_WINDOWS:
             self._settle_window()
 
@@ -305,15 +307,17 @@ class Meter:
         self.before = (extraction.tokens, extraction.padded_tokens, extraction.waited)
 
     def note(self) -> str:
-        seconds = max(time.monotonic() - self.started, 1e-9)
-        tokens = self.extraction.tokens - self.before[0]
         waited = self.extraction.waited - self.before[2]
-        return f"{tokens / seconds:,.0f} tokens/s, waiting for disk: {100 * waited / seconds:.0f} %"
+        return f"waiting for disk: {100 * waited / self._seconds():.0f} %"
+
+    def _seconds(self) -> float:
+        return max(time.monotonic() - self.started, 1e-9)
 
     def report(self) -> None:
         tokens = self.extraction.tokens - self.before[0]
         padding = self.extraction.padded_tokens - self.before[1] - tokens
         say(
-            f"extract {self.name}: {tokens:,} tokens, {self.note()}; padding {100 * padding / max(tokens, 1):.1f} %, "
+            f"extract {self.name}: {tokens:,} tokens run, {tokens / self._seconds():,.0f} tokens/s, {self.note()}; "
+            f"padding {100 * padding / max(tokens, 1):.1f} %, "
             f"{len(self.extraction.shapes)} batch shapes, {compilations()} compilations"
         )

@@ -12,7 +12,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -260,8 +260,8 @@ class Part:
         records: dict[int, Mapping[str, Any]] = {}
         extraction = self.machine.extraction(self.layer_ids, self.codec, self.teacher)
         meter = Meter(extraction, part_name(self.part))
-        rows = self.tokens["counts"]["rows"]
-        with Progress(rows, f"extract {part_name(self.part)}", unit="rows") as bar:
+        tokens = self.tokens["counts"]["tokens"]
+        with Progress(tokens, f"extract {part_name(self.part)}", unit="tokens") as bar:
             for window in windows(self._works(), sizes):
                 self._window(window, body, records, extraction, meter, bar)
             extraction.drain()
@@ -284,9 +284,9 @@ class Part:
         def done(number: int, record: Mapping[str, Any]) -> None:
             records[number] = upload_shard(self.layout, self.part, body, record)
 
-        def ready(tokens: int) -> None:
+        def ready(batch: Iterable[int]) -> None:
             self.work.check_stop()
-            bar.advance(0, note=meter.note())
+            bar.advance(sum(tokens[row] for row in batch), note=meter.note())
 
         works, places = [], []
         with ExitStack() as stack:
@@ -311,8 +311,9 @@ class Part:
                 works += rows
                 places += [None if shard is None else Place(shard, i) for i in range(len(rows))]
             stack.pop_all()
+        tokens, before = [len(work.row.token_ids) for work in works], bar.done
         extraction.window(works, places, ready)
-        bar.advance(len(works), note=meter.note())
+        bar.advance(sum(tokens) - (bar.done - before), note=meter.note())  # rows that no batch had to run
 
     def _check_disk(self, sizes: Any) -> None:
         from data.store import Bucket, open_store

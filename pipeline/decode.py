@@ -5,7 +5,8 @@
         ...
 
 Rows finish and are replaced. On a CUDA device prefill, plain and drafted steps are CUDA graphs, one for each number of
-visible positions; tokens are judged on the device, and the host waits once a step, for the rows' lengths. Without a
+visible positions (of a target spread over several, plain launches); tokens are judged on the device, and the host
+waits once a step, for the rows' lengths. Without a
 drafter the same engine makes the plain baseline and on-policy answers. What an answer is depends on its prompt, the
 sampling seed and rounding alone, not on order (rounding may depend on the batch's shape).
 """
@@ -121,7 +122,8 @@ class Engine:
         self.max_length, self.batch_size = max_length, batch_size
         device = torch.device(target.device)
         rope = (getattr(target.config, "rope_parameters", None) or {}).get("rope_type", "default")
-        replays = device.type == "cuda" and rope not in ("dynamic", "longrope")  # those read positions on the host
+        spread = len({weight.device for weight in target.model.parameters()}) > 1  # a graph is of one device
+        replays = device.type == "cuda" and not spread and rope not in ("dynamic", "longrope")  # read on the host
         capacity = _round_up(max_length + self.block_size + 1, SPAN_STEP)
         self.rows = Rows(batch_size, capacity, device)
         self.enough = max(1, min(batch_size // 8, GROUP))

@@ -313,9 +313,9 @@ class Step:
                 with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                     self._call(*kind)
             except RuntimeError as error:
-                frame = _own_frame(error)
+                cause = _first(error)
                 raise Failure(
-                    f"CUDA graph capture of `{kind[0]}` failed at {frame}: {str(error).splitlines()[0]}; "
+                    f"CUDA graph capture of `{kind[0]}` failed at {_own_frame(cause)}: {str(cause).splitlines()[0]}; "
                     "set train.graphs: compile to train without graphs"
                 ) from error
             self.graphs[kind] = graph
@@ -338,6 +338,13 @@ def _side_stream(cuda: bool) -> Iterator[None]:
     with torch.cuda.stream(torch.cuda.Stream()):
         yield
     torch.cuda.synchronize()
+
+
+def _first(error: BaseException) -> BaseException:
+    """The error that broke a capture: to end a broken capture is an error too, and hides it."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
 
 
 def _own_frame(error: BaseException) -> str:

@@ -46,13 +46,15 @@ class Aim:
 
 def write_rows(store: Tensor, new: Tensor, aim: Aim) -> None:
     """Write new [n, G, T, D] into store [R, G, S, D] at the aim's rows and positions."""
-    store[aim.rows, :, aim.positions] = new.transpose(1, 2)
+    store[aim.rows.to(store.device), :, aim.positions.to(store.device)] = new.transpose(1, 2)
 
 
 def read_rows(store: Tensor, aim: Aim) -> Tensor:
     """The aim's rows of store [R, G, S, D], first `span` positions: a view when the rows are in order."""
     visible = store[:, :, : aim.span]
-    return visible[: aim.positions.shape[0]] if aim.slots is None else visible.index_select(0, aim.slots)
+    if aim.slots is None:
+        return visible[: aim.positions.shape[0]]
+    return visible.index_select(0, aim.slots.to(store.device))
 
 
 class RowLayer(CacheLayerMixin):
@@ -88,7 +90,7 @@ class RowLayer(CacheLayerMixin):
 
 
 class RowCache(Cache):
-    """One `RowLayer` a decoder layer, all with the same aim."""
+    """One `RowLayer` a decoder layer, on that layer's device, all with the same aim."""
 
     def __init__(self, layers: int, rows: int, capacity: int) -> None:
         self.aim = Aim()

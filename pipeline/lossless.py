@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 
 from data.errors import BadInput, Failure
@@ -188,7 +188,8 @@ class Judge:
         self.model, self.block_size = target.model, block_size
         self.exact_format = torch.float64 if target.dtype == torch.float32 else torch.float32
         try:
-            self.wide = copy.deepcopy(target.model).to(self.exact_format)
+            self.wide = copy.deepcopy(target.model)
+            nn.Module.to(self.wide, self.exact_format)  # a device map's own `to` would be the original's
         except torch.OutOfMemoryError:
             size = sum(weight.numel() for weight in target.model.parameters()) * self.exact_format.itemsize
             name = str(self.exact_format).removeprefix("torch.")

@@ -105,8 +105,9 @@ class TargetPass:
                 use_cache=True,
                 **{self.argument: self.cache},
             )
-        hidden = made.last_hidden_state
-        return hidden, torch.cat([states[layer] for layer in self.taps], -1) if self.taps else hidden[..., :0]
+        hidden = made.last_hidden_state.to(ids.device)
+        taps = [states[layer].to(ids.device) for layer in self.taps]
+        return hidden, torch.cat(taps, -1) if taps else hidden[..., :0]
 
     @contextmanager
     def _tapped(self) -> Iterator[dict[int, Tensor]]:
@@ -186,7 +187,7 @@ class Steps:
         block_size: int,
     ) -> None:
         device = rows.ids.device
-        self.rows, self.plan, self.head = rows, plan, target.head()
+        self.rows, self.plan, self.head = rows, plan, target.head().to(device, target.dtype)
         taps = drafter.config.target_layer_ids if drafter is not None else ()
         self.target = TargetPass(target, rows.count, rows.capacity, taps)
         self.drafter = None if drafter is None else DraftPass(drafter, rows.count, rows.capacity, block_size)

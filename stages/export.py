@@ -166,7 +166,7 @@ def _facts(trained: Mapping[str, Any], step: int, acceptance: float | None) -> d
 def _provenance(
     run: Run, name: str, step: int, trained: Mapping[str, Any], evaluations: list[dict[str, Any]], request: Request
 ) -> dict[str, Any]:
-    from importlib.metadata import version
+    from pipeline.journal import installed
 
     return {
         "run": run.name,
@@ -181,7 +181,7 @@ def _provenance(
             {key: body[key] for key in ("benchmark", "checkpoint", "prompts", "pooled", "per_response", "definition")}
             for body in evaluations
         ],
-        "versions": {package: version(package) for package in ("draftmill", "torch", "transformers", "safetensors")},
+        "versions": {package: installed(package) for package in ("draftmill", "torch", "transformers", "safetensors")},
     }
 
 

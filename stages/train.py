@@ -89,10 +89,9 @@ def _rank(run: Run, name: str, profile: int | None) -> None:
         if cuda:
             torch.cuda.set_device(work.device)
         dist.init_process_group("nccl" if cuda else "gloo", device_id=torch.device(work.device) if cuda else None)
-        try:
-            train_drafter(run, name, work, rank, world, profile)
-        finally:
-            dist.destroy_process_group()
+        train_drafter(run, name, work, rank, world, profile)
+        # Not after an error: it waits for every graph that holds a collective, and the error holds the graphs.
+        dist.destroy_process_group()
 
 
 def _launch(run: Run, run_file: str, name: str, label: str, ranks: int, launch: list[str]) -> None:

@@ -1,3 +1,4 @@
+import copy
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -6,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate import dispatch_model
 from torch.nn import functional as F
 from transformers import (
     Gemma2Config,
@@ -306,6 +308,20 @@ def test_sampled_text_follows_the_targets_distribution(target: Target, drafter: 
         counts = np.append(counts, count - counts.sum())
         statistic = ((counts - expected) ** 2 / expected).sum()
         assert statistic < len(frequent) + 5 * np.sqrt(2 * len(frequent))
+
+
+@pytest.mark.gpu2
+def test_a_target_over_two_gpus_says_the_same() -> None:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, initializer_range=0.15))
+    halves = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 1, "lm_head": 1}
+    spread = dispatch_model(copy.deepcopy(model), halves | {f"model.layers.{i}": i // 2 for i in range(4)})
+    prompts, drafter = make_prompts(12), make_drafter().to("cuda:0")
+    for made in (None, drafter):
+        one = make_engine(target_of(model.to("cuda:0")), made, 4, graphs=False)
+        two = make_engine(Target(spread, None, "cuda:0"), made, 4)
+        assert not two.graphs.enabled
+        assert decode(two, prompts) == decode(one, prompts)
 
 
 @pytest.mark.gpu

@@ -58,8 +58,9 @@ def run_file(base: Path, name: str, gpus: int, **train: Any) -> Path:
     return path
 
 
-def start(path: Path) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DRAFTMILL_LINES": "1"}
+def start(path: Path, gpus: str = "") -> subprocess.Popen[str]:
+    own = {"CUDA_VISIBLE_DEVICES": gpus, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DRAFTMILL_LINES": "1"}
+    environment = os.environ | own
     command = [sys.executable, "-m", "stages.cli", "train", str(path)]
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, cwd=path.parent)
 
@@ -212,6 +213,20 @@ def test_exports_of_graphed_training_differ_in_values_only(base: Path, alone: Ru
         path = run_file(base, f"gpu-{mode}", 1, graphs=mode)
         run = trained_here(path, work)
         assert_same_but_for_values(eager, Export.of(run, path))
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize(("train", "code"), [({"learning_rate": 1e30}, 1), ({"max_steps": 100_000}, 75)])
+def test_two_graphed_ranks_end_soon(base: Path, train: dict[str, Any], code: int) -> None:
+    """Bad numbers and a signal: collectives that graphs hold keep no rank from its end."""
+    path = run_file(base, f"end-{code}", 2, epochs=100_000, log_every=1, **train)
+    job, metrics = start(path, "0,1"), Layout.of(load_run(path)).metrics("base")
+    while job.poll() is None and not (metrics.exists() and metrics.read_text()):
+        time.sleep(0.1)
+    if code == 75:
+        job.send_signal(signal.SIGTERM)
+    _, errors = job.communicate(timeout=60)
+    assert job.returncode == code, errors
 
 
 def kill_a_rank(job: subprocess.Popen[str], folder: Path) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from data.codec import CODECS
+from data.errors import Failure
 from data.settings import Loss, Train
 from pipeline.batches import BatchPlan, Document, Plan, fill
 from pipeline.drafter import Drafter
@@ -259,6 +260,16 @@ def train_both(device: str, codec: str, steps: int = 3, **kinds: Any) -> list[di
 def test_graphs_replay_what_compile_runs_bit_for_bit(codec: str) -> None:
     compiled, whole = train_both("cuda", codec)
     assert all(torch.equal(compiled[name], whole[name]) for name in compiled)
+
+
+@pytest.mark.gpu
+def test_a_failed_capture_names_what_broke_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = MemoryCache("bf16", 3, 64, 256, [60, 40, 30])
+    step, _ = make_step(cache, config(hidden_size=64, vocab_size=256), SETTINGS, mode="whole", device="cuda",
+                        dtype=torch.bfloat16, dense=False)  # fmt: skip
+    monkeypatch.setattr(step.optimizer, "update", lambda: step.optimizer.norm.item())
+    with pytest.raises(Failure, match=r"of `update` failed at pipeline/graphs.py:\d+ \(run_update\): .*capturing"):
+        step.prepare(1)
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 #     snakemake --cores all                               the quickstart
 #     snakemake --cores all --configfile my.yaml          any run, and only what that file says
 #     snakemake --cores all --configfile my.yaml -R train   train again, and what follows
+#     snakemake --configfile my.yaml --report out.html    page and pictures in Snakemake's own report, offline
 #
 # One rule a command and of its name. `params` hold the settings that shape a rule's output (data/shaping.py), so a
 # change re-runs exactly the stages that it touches. Devices are leased by the stages themselves; GPUs are counted here.
@@ -125,6 +126,10 @@ if NODES > 1:
         + " --nnodes {NODES} --node-rank $SLURM_NODEID"
         + ' --rdzv-endpoint $(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1):29400\''
     )
+
+
+# What stands before the results in `snakemake --report`.
+report: "stages/captions/run.rst"
 
 
 wildcard_constraints:
@@ -315,7 +320,15 @@ rule report:
             *(map(HERE.eval_manifest, RUN.drafters) if RUN.eval.benchmarks else ()),
         ),
     output:
-        HERE.report,
+        report(HERE.report, caption="stages/captions/page.rst", category="Report", labels={"what": "page"}),
+        # A folder, because which pictures there are depends on what the run has: those of a dropped cache are not.
+        report(
+            directory(HERE.pictures),
+            caption="stages/captions/pictures.rst",
+            category="Pictures",
+            labels={"picture": "{picture}"},
+            patterns=["{picture}.svg"],
+        ),
     log:
         HERE.logs / "report" / "report.log",
     benchmark:

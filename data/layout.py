@@ -108,5 +108,10 @@ class Layout:
         return self.folder / "report" / "report.html"
 
     @property
+    def pictures(self) -> Path:
+        """Folder of the report's pictures and of nothing else: Snakemake deletes it before each attempt."""
+        return self.folder / "report" / "pictures"
+
+    @property
     def logs(self) -> Path:
         return self.folder / "logs"

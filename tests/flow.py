@@ -164,6 +164,13 @@ class Flow:
             options = ["--cores", "2", *options]
         return self.server(self.folder, self.folder / "bin" / "python", options, environment, prelude)
 
+    def results(self) -> dict[str, dict[str, Any]]:
+        """What Snakemake's own report shows of this run, by path."""
+        made = self("--report", "out.html")
+        assert made.code == 0, made.output
+        text = (self.folder / "out.html").read_text().partition('<script id="results">')[2]
+        return json.loads(text.partition("var results = ")[2].partition(";\n    </script>")[0])
+
     def calls(self) -> list[list[str]]:
         """What the stages were called with so far."""
         return [json.loads(line) for line in self.record.read_text().splitlines()] if self.record.exists() else []

@@ -41,7 +41,11 @@ def main(record: Path, command: str, run_file: str, *options: str) -> int:
         "train": [f"drafters/{drafter}/train.json"],
         "eval": [f"eval/{drafter}/manifest.json"],
         "export": [f"export/{drafter}/draftmill.json"],
-        "report": ["report/report.html"],
+        "report": [
+            "report/report.html",
+            "report/pictures/curves.svg",
+            f"report/pictures/slots-{min(body['drafters'])}.svg",
+        ],
     }.get(command, [])
     for output in outputs:
         path = folder / output

@@ -141,6 +141,15 @@ def test_a_failed_stage_shows_the_end_of_its_log_in_the_flow(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+def test_snakemakes_own_report_holds_the_page_and_pictures_of_a_real_run(finished: Flow) -> None:
+    pictures = {path.name for path in (finished.run_folder / "report" / "pictures").glob("*.svg")}
+    results = finished.results()
+    assert {Path(path).name for path in results} == {"report.html", *pictures}
+    assert {"curves.svg", "slots-base.svg", "acceptance.svg", "times.svg"} <= pictures
+    assert all(result["caption"] for result in results.values())
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_output_that_was_deleted_comes_back(finished: Flow, stage: str) -> None:
     """Everything else is there, and the same bytes come out."""

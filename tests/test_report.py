@@ -19,6 +19,7 @@ from data.settings import Data, Run, load_run
 from pipeline.report import gather, metrics_lines
 from stages.report import command
 from tests.benchmarks import reference
+from tests.flow import ROOT
 from tests.report_samples import (
     DRAFTERS,
     sample_run,
@@ -58,12 +59,13 @@ class Page(HTMLParser):
         self.text += data
 
 
-def report(run: Run, folder: Path) -> str:
+def report(run: Run, folder: Path, *options: str) -> str:
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(run.model_dump(mode="json", exclude_unset=True)))
-    done = CliRunner().invoke(command, [str(path)], catch_exceptions=False)
+    done = CliRunner().invoke(command, [str(path), *options], catch_exceptions=False)
     assert done.exit_code == 0
-    return Layout.of(run).report.read_text()
+    page = Path(options[1]) if options else Layout.of(run).report
+    return page.read_text()
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +89,7 @@ def test_every_section_stands_there_with_its_pictures(finished: tuple[Run, str])
         "acceptance", "slots", "training", "speed", "time", "data", "examples", "settings", "missing"
     ]  # fmt: skip
     assert html.count("<svg") == 5 + 2 * len(DRAFTERS)
-    assert {path.stem for path in Layout.of(run).report.parent.glob("*.svg")} == {
+    assert {path.stem for path in Layout.of(run).pictures.iterdir()} == {
         "acceptance", "curves", "throughput", "times", "codecs",
         *(f"{kind}-{name}" for kind in ("slots", "histogram") for name in DRAFTERS),
     }  # fmt: skip
@@ -97,9 +99,28 @@ def test_pictures_follow_the_page_and_files_stand_alone(finished: tuple[Run, str
     run, html = finished
     assert "var(--s1)" in html
     assert not re.search(r"#(0[1-4]){3}\b", html)  # no stand-in colour is left
-    alone = (Layout.of(run).report.parent / "acceptance.svg").read_text()
+    alone = (Layout.of(run).pictures / "acceptance.svg").read_text()
     assert "var(--" not in alone
     assert not re.search(r"#(0[1-4]){3}\b", alone)
+
+
+def test_every_kind_of_picture_has_a_caption_in_snakemakes_report(finished: tuple[Run, str]) -> None:
+    text = (ROOT / "stages" / "captions" / "pictures.rst").read_text()
+    kinds = {path.stem.partition("-")[0] for path in Layout.of(finished[0]).pictures.iterdir()}
+    assert set(re.findall(r'^    "(\w+)": ', text, re.MULTILINE)) == kinds
+
+
+def test_pictures_of_what_is_gone_are_gone(tmp_path: Path) -> None:
+    run = write_everything(tmp_path)
+    Layout.of(run).pictures.mkdir(parents=True)
+    (Layout.of(run).pictures / "slots-renamed.svg").write_text("<svg/>")
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "mine.svg").write_text("<svg/>")
+    report(run, tmp_path, "--to", str(tmp_path / "page.html"))
+    assert (tmp_path / "pictures" / "curves.svg").exists()
+    assert (tmp_path / "pictures" / "mine.svg").exists(), "a folder that is not the run's keeps what it has"
+    report(run, tmp_path)
+    assert "slots-renamed" not in {path.stem for path in Layout.of(run).pictures.iterdir()}
 
 
 def test_text_of_answers_is_text_never_markup(finished: tuple[Run, str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import json
 import os
@@ -129,6 +130,26 @@ def test_touching_a_file_changes_nothing_and_editing_it_does(finished: Flow) -> 
 )
 def test_forcing_a_stage_runs_it_and_what_follows(finished: Flow, stage: str, again: dict[str, int]) -> None:
     assert finished("--dry-run", "-R", stage).planned == again
+
+
+def test_snakemakes_own_report_holds_the_page_and_the_pictures_with_captions(finished: Flow) -> None:
+    results = {Path(path).name: shown for path, shown in finished.results().items()}
+    assert results.keys() == {"report.html", "curves.svg", "slots-base.svg"}
+    assert results["report.html"]["mime_type"] == "text/html"
+    assert results["slots-base.svg"]["mime_type"] == "image/svg+xml"
+    assert results["slots-base.svg"]["labels"] == {"picture": "slots-base"}
+    for name, words in (
+        ("report.html", "on one page"),
+        ("curves.svg", "Training loss"),
+        ("slots-base.svg", "base</strong>"),
+    ):
+        assert words in results[name]["caption"]
+        content = (finished.run_folder / "report").rglob(name)
+        assert base64.b64decode(results[name]["data_uri"].partition("base64,")[2]) == next(content).read_bytes()
+    html = (finished.folder / "out.html").read_text()
+    assert "One run of draftmill" in html
+    assert all(f'"{category}"' in html for category in ("Report", "Pictures"))
+    assert finished("--dry-run").planned == {}
 
 
 def test_own_answers_need_no_regenerate(flow: Flow) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -28,11 +29,21 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 def _no_secret(url: str) -> str:
     """A URL without a user or key in it: settings are copied into manifests, logs and reports."""
     if "@" in url or "?" in url:
-        raise PydanticCustomError("secret", "a URL with a user, key or query in it; give keys by environment variables")
+        remedy = "give keys by environment variables (OPENAI_API_KEY, AWS_*)"
+        raise PydanticCustomError("secret", f"a URL with a user, key or query in it; {remedy}")
+    return url
+
+
+def _web_address(url: str) -> str:
+    """A URL that can be asked: scheme, host, and a port that is one."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0 or url.split() != [url]:
+        raise ValueError("needs http:// or https:// and a host, for example `http://localhost:8000/v1`")
     return url
 
 
 Url = Annotated[str, AfterValidator(_no_secret)]
+WebAddress = Annotated[Url, AfterValidator(_web_address)]
 
 
 class Section(BaseModel):
@@ -89,9 +100,10 @@ class Source(Section):
 
 
 class Server(Section):
-    """An OpenAI-compatible server that answers prompts."""
+    """An OpenAI-compatible server that answers prompts. The environment variable `OPENAI_API_KEY`, when it is set, goes
+    to it as a bearer key."""
 
-    url: Url
+    url: WebAddress
     """Base URL, for example `http://localhost:8000/v1`."""
     model: str | None = None
     """Model name to ask for; null takes the first that the server lists."""

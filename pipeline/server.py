@@ -1,50 +1,40 @@
-"""An OpenAI-compatible server, and such a one as the source of answers: many requests at once, patience, ids not text.
+"""An OpenAI-compatible server, asked with patience: the connection that both who ask for answers
+(`pipeline/server_answers.py`) and who measure the server's own drafting (`pipeline/server_metrics.py`) use.
 
-Prompts go as token ids to `/completions`, so that the server sees exactly what training sees, and token ids are asked
-for in return (vLLM: `return_token_ids`; else log-probabilities named by id). A reply that is only text is encoded, and
-counted as such: for some answers that gives other ids.
+Prompts go as token ids to `/completions`, so that the server sees exactly what training and decoding here see. A key
+comes from the environment variable `OPENAI_API_KEY`; it goes to the server and nowhere else, into no log and no error.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from http.client import HTTPException
-from itertools import islice
 from typing import Any, Protocol
 
-from data.answers import Reply
 from data.errors import BadInput, Failure
-from data.settings import Regenerate, Server
+from data.settings import Server
+from pipeline.console import say
 
+KEY = "OPENAI_API_KEY"
 FIRST_PAUSE = 0.5
 """Seconds before the second attempt; doubles with each, up to `LONGEST_PAUSE`."""
 LONGEST_PAUSE = 60.0
-REFUSALS_TO_STOP = 20
-"""Failures in a row, without a success between, after which the server counts as broken."""
-
-
-@dataclass(frozen=True)
-class Question:
-    """Ids to continue by at most `limit` tokens."""
-
-    key: str
-    ids: Sequence[int]
-    limit: int
+FIRST_TIMEOUT = 10.0
+"""Seconds that the first request may take: nothing is computed for it, so a server that is slower is not there."""
 
 
 class Refused(Exception):
-    """The server answers, but not this request. `status` is its HTTP status."""
+    """The server answers, but not this request."""
 
     def __init__(self, status: int, text: str) -> None:
-        super().__init__(f"HTTP {status}: {text}")
-        self.status = status
+        remedy = f"; set {KEY} to a key that this server takes" if status in (401, 403) else ""
+        super().__init__(f"HTTP {status}: {text}{remedy}")
 
 
 class Sampled(Protocol):
@@ -57,26 +47,33 @@ class Sampled(Protocol):
 
 
 class Connection:
-    """One server, asked with patience. `setting`: where its model can be named, for messages.
+    """One server. `setting`: where its model can be named, for messages.
 
-    Raises BadInput when it lists no model and none is named.
+    Raises Failure when it is not there, BadInput when it lists no model and none is named, or when the key is none.
     """
 
     def __init__(self, server: Server, setting: str) -> None:
-        self.server = server
+        self.server, self.key = server, api_key()
         base = server.url.rstrip("/")
         self.base = base if base.endswith("/v1") else f"{base}/v1"
         self.root = self.base.removesuffix("/v1")
         self.stopping = threading.Event()
-        self.model = server.model or self._first_model(setting)
+        say(f"connecting to {self.base}" + (f" with the key in {KEY}" if self.key else ""))
+        self.model = self._contact(setting)
 
-    def _first_model(self, setting: str) -> str:
+    def _contact(self, setting: str) -> str:
+        """The model to ask for: the one that is named, else the first that the server lists. Asks in any case, so that
+        a server that is not there is known before anything is prepared for it."""
         try:
-            return str(self.request(f"{self.base}/models")["data"][0]["id"])
+            body = self.request(f"{self.base}/models", timeout=min(FIRST_TIMEOUT, self.server.timeout))
+            return self.server.model or str(body["data"][0]["id"])
         except Refused as error:
-            raise BadInput(f"{self.base}/models: {error}; name a model in {setting}") from None
+            why = f"{self.base}/models: {error}; name a model in {setting}"
         except (LookupError, TypeError):
-            raise BadInput(f"{self.base}/models lists no model; name one in {setting}") from None
+            why = f"{self.base}/models lists no model; name one in {setting}"
+        if self.server.model is None:
+            raise BadInput(why)
+        return self.server.model
 
     def completion(self, ids: Sequence[int], limit: int, plan: Sampled, **more: Any) -> dict[str, Any]:
         """What the server says to `ids`, continued by at most `limit` tokens; `more` joins the request.
@@ -95,105 +92,59 @@ class Connection:
         }
         reply = self.request(f"{self.base}/completions", body)
         if not is_answer(reply):
-            raise Failure(f"{self.base}/completions: a reply without an answer: {json.dumps(reply)[:200]}")
+            raise Failure(f"{self.base}/completions: a reply without an answer: {self._told(json.dumps(reply))}")
         return reply
 
-    def request(self, url: str, body: dict[str, Any] | None = None, read: Callable[[bytes], Any] = json.loads) -> Any:
+    def request(
+        self,
+        url: str,
+        body: dict[str, Any] | None = None,
+        read: Callable[[bytes], Any] = json.loads,
+        timeout: float | None = None,
+    ) -> Any:
         """One request, tried again with growing pauses when the server is busy, restarting or out of reach.
 
         Raises Refused for what trying again cannot mend, Failure when patience ends.
         """
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+        if self.key is not None:  # not to where the server may send us on to
+            request.add_unredirected_header("Authorization", f"Bearer {self.key}")
         why = ""
         for attempt in range(self.server.retries + 1):
             pause = min(FIRST_PAUSE * 2.0**attempt, LONGEST_PAUSE) * random.uniform(0.5, 1.0)
             try:
-                with urllib.request.urlopen(request, timeout=self.server.timeout) as reply:
+                with urllib.request.urlopen(request, timeout=timeout or self.server.timeout) as reply:
                     return read(reply.read())
             except urllib.error.HTTPError as error:
                 with error:
-                    why = f"HTTP {error.code} " + " ".join(error.read().decode(errors="replace").split())[:200]
+                    said = self._told(error.read().decode(errors="replace"))
                 if error.code < 500 and error.code not in (408, 409, 425, 429):
-                    raise Refused(error.code, why.partition(" ")[2].partition(" ")[2]) from None
+                    raise Refused(error.code, said) from None
+                why = f"HTTP {error.code} {said}"
                 pause = max(pause, retry_after(error.headers.get("Retry-After")))
             except (OSError, HTTPException, ValueError) as error:
-                why = str(getattr(error, "reason", error)) or type(error).__name__
+                why = self._told(str(getattr(error, "reason", error))) or type(error).__name__
             if attempt < self.server.retries and self.stopping.wait(pause):
                 break
         raise Failure(f"{url}: no answer in {self.server.retries + 1} attempts ({why}); is the server up?")
 
+    def _told(self, text: str) -> str:
+        """What a server says, in one short line; some say the key that they were given."""
+        if self.key is not None:
+            text = text.replace(self.key, f"[{KEY}]")
+        return " ".join(text.split())[:200]
 
-class Client(Connection):
-    """A server that answers for the target. `encode` turns text into ids where the server gives none; `ends` are ids
-    that end a turn, `end` the one that is put where the server leaves it out; `vocabulary`: ids that the target knows.
+
+def api_key() -> str | None:
+    """The key that the environment holds for servers, None when it holds none.
+
+    Raises BadInput, without showing it, when it cannot be one.
     """
-
-    def __init__(
-        self,
-        server: Server,
-        plan: Regenerate,
-        encode: Callable[[str], list[int]],
-        ends: Sequence[int],
-        end: int,
-        vocabulary: int,
-    ) -> None:
-        super().__init__(server, "data.regenerate.server.model")
-        self.plan, self.encode, self.ends, self.end, self.vocabulary = plan, encode, frozenset(ends), end, vocabulary
-
-    def answers(self, questions: Iterable[Question]) -> Iterator[tuple[str, Reply | str]]:
-        """Replies, or why there is none, in the order of their arrival; `concurrency` requests are under way.
-
-        Raises Failure when the server has stopped working.
-        """
-        self.stopping.clear()
-        waiting, failures = iter(questions), 0
-        with ThreadPoolExecutor(self.server.concurrency) as pool:
-            running = {self._submit(pool, question) for question in islice(waiting, 2 * self.server.concurrency)}
-            try:
-                while running:
-                    done, running = wait(running, return_when=FIRST_COMPLETED)
-                    running |= {self._submit(pool, question) for question in islice(waiting, len(done))}
-                    for future in done:
-                        key, result = future.result()
-                        failures = failures + 1 if isinstance(result, str) else 0
-                        yield key, result
-                    if failures >= REFUSALS_TO_STOP:
-                        raise Failure(f"{self.base}: {failures} requests in a row failed, last: {result}; is it up?")
-            finally:
-                self.stopping.set()
-                for future in running:
-                    future.cancel()
-
-    def _submit(self, pool: ThreadPoolExecutor, question: Question) -> Future[tuple[str, Reply | str]]:
-        return pool.submit(self._ask, question)
-
-    def _ask(self, question: Question) -> tuple[str, Reply | str]:
-        try:
-            return question.key, self.reply(question)
-        except (Refused, Failure) as error:
-            return question.key, str(error)
-
-    def reply(self, question: Question) -> Reply:
-        """One answer.
-
-        Raises Refused, or Failure when all attempts fail or the answer is not the target's.
-        """
-        asking = {"logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True}
-        made = self.completion(question.ids, question.limit, self.plan, skip_special_tokens=False, **asking)
-        choice = made["choices"][0]
-        finished = choice.get("finish_reason") == "stop"
-        ids = token_ids(choice)
-        from_text = ids is None
-        if ids is None:
-            ids = self.encode(choice["text"])
-        if max(ids, default=0) >= self.vocabulary:
-            raise Failure(
-                f"{self.base}: id {max(ids)}, the target knows {self.vocabulary}: another model answers there"
-            )
-        if finished and (not ids or ids[-1] not in self.ends):
-            ids = [*ids, self.end]  # servers leave out the token that stopped them
-        return Reply(tuple(ids[: question.limit + 1]), finished, from_text)
+    key = os.environ.get(KEY, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise BadInput(f"the environment variable {KEY} holds characters that no key has: set it again")
+    return key or None
 
 
 def is_answer(reply: Any) -> bool:

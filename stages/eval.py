@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import click
+from pydantic import ValidationError
 
 from data.benchmarks import BenchmarkPrompt, load_benchmark
 from data.errors import BadInput
+from data.explain import explain
 from data.layout import Layout
 from data.manifest import State, file_record, fingerprint, publish, read_json, read_manifest, write_json
 from data.settings import Run, Server, load_run
@@ -76,10 +78,11 @@ def command(run_file: str, drafter: str | None, **options: Any) -> None:
     if drafter is not None:
         run.drafter(drafter)
     request = Request((drafter,) if drafter else tuple(run.drafters), **options)
-    benchmarks = read_benchmarks(run, request)
     if request.server is not None:
-        serve(run, request, benchmarks)
+        server = server_settings(run, request)
+        serve(run, request, server, read_benchmarks(run, request))
         return
+    benchmarks = read_benchmarks(run, request)
     plans = list(planned(run, request))
     from pipeline.job import job
 
@@ -310,21 +313,30 @@ def amount(value: Mapping[str, float | None]) -> str:
     return f"{value['value']:.2f} [{value['low']:.2f}, {value['high']:.2f}]"
 
 
-def serve(run: Run, request: Request, benchmarks: Mapping[str, list[BenchmarkPrompt]]) -> None:
+def server_settings(run: Run, request: Request) -> Server:
+    """The server of the command line.
+
+    Raises BadInput, without showing it, when its URL holds a secret or cannot be asked.
+    """
+    try:
+        return Server(url=request.server, model=request.model, concurrency=run.eval.batch_size)
+    except ValidationError as error:
+        raise BadInput(f"--server: {explain(error, Server)}") from None
+
+
+def serve(run: Run, request: Request, server: Server, benchmarks: Mapping[str, list[BenchmarkPrompt]]) -> None:
     """Drive a server over the benchmarks; its numbers go to `eval/server-<host>`."""
     from pipeline.console import say
     from pipeline.evaluation import Conversations
     from pipeline.job import job
     from pipeline.sampling import Sampling
-    from pipeline.serving import Client
+    from pipeline.server_metrics import MeasuredServer
     from pipeline.target import load_tokenizer
 
-    assert request.server is not None
-    settings = Server(url=request.server, model=request.model, concurrency=run.eval.batch_size)
-    name = "server-" + (urlsplit(request.server).netloc or request.server).replace(":", "-") + request.suffix
+    name = f"server-{urlsplit(server.url).netloc.replace(':', '-')}{request.suffix}"
     folder = Layout.of(run).eval(name)
     with job(run, "eval", label=name) as work:
-        tokenizer, client = load_tokenizer(run), Client(settings)
+        client, tokenizer = MeasuredServer(server), load_tokenizer(run)
         plan = Sampling(run.eval.temperature, run.eval.top_p, run.eval.top_k, run.eval.seed)
         for benchmark, prompts in benchmarks.items():
             work.check_stop()
@@ -339,15 +351,15 @@ def serve(run: Run, request: Request, benchmarks: Mapping[str, list[BenchmarkPro
             measured = client.metrics().since(before)
             body = {
                 "benchmark": benchmark,
-                "server": request.server,
+                "server": server.url,
                 "model": client.model,
                 "prompts": len(prompts),
                 "tokens": tokens,
                 "seconds": seconds,
                 "tokens_per_s": tokens / seconds,
-                "concurrency": settings.concurrency,
+                "concurrency": server.concurrency,
                 "served": measured or None,
             }
             write_json(folder / f"{benchmark}.json", body)
             told = f"{measured['acceptance']:.2f} ({measured['source']})" if measured else "not told by its metrics"
-            say(f"{benchmark}, {request.server}: acceptance length {told}; {body['tokens_per_s']:.0f} tokens/s")
+            say(f"{benchmark}, {server.url}: acceptance length {told}; {body['tokens_per_s']:.0f} tokens/s")

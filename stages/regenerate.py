@@ -303,7 +303,7 @@ def batch_size(run: Run, target: Any, length: int) -> int:
 
 def server_answers(run: Run, work: Job) -> tuple[Answerer, Any]:
     """An OpenAI-compatible server."""
-    from pipeline.server import Client, Question
+    from pipeline.server_answers import AnsweringServer, Question
     from pipeline.target import load_tokenizer
     from pipeline.template import template_of
 
@@ -313,7 +313,7 @@ def server_answers(run: Run, work: Job) -> tuple[Answerer, Any]:
     ends = {end, tokenizer.eos_token_id} - {None}
     server = run.data.regenerate.server
     assert server is not None
-    client = Client(server, run.data.regenerate, template.encode, sorted(ends), end, len(tokenizer))
+    client = AnsweringServer(server, run.data.regenerate, template.encode, sorted(ends), end, len(tokenizer))
 
     def answer(open_: dict[str, Dialogue], known: dict[str, Reply]) -> Iterator[tuple[str, Reply | str]]:
         questions = (Question(key, each.ids, each.room()) for key, each in open_.items() if key not in known)

@@ -1,8 +1,9 @@
 import copy
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from data.benchmarks import PRESETS, load_benchmark
 from data.errors import BadInput, Failure, Stopped
 from data.layout import Layout
 from data.manifest import publish, read_manifest
-from data.settings import Benchmark, Run
+from data.settings import Benchmark, Run, Server
 from pipeline import lossless, sampling
 from pipeline.checkpoint import CheckpointWriter
 from pipeline.decode import Engine, Prompt
@@ -24,7 +25,8 @@ from pipeline.evaluation import Evaluation, differences, example
 from pipeline.interchange import write_union
 from pipeline.interchange_config import TargetInfo
 from pipeline.sampling import Sampling
-from pipeline.serving import Metrics
+from pipeline.server import KEY
+from pipeline.server_metrics import MeasuredServer, Metrics
 from pipeline.target import Target, target_record
 from pipeline.template import template_record
 from stages.cli import exit_code
@@ -357,19 +359,42 @@ class TestTies:
             assert 0 < allowed < 0.5
 
 
+@dataclass
+class Stub:
+    """A stub of a server, its address, the keys that it was shown, and the one that it wants."""
+
+    url: str
+    shown: list[str | None] = field(default_factory=list)
+    wants: str | None = None
+
+
 class TestServer:
     @pytest.fixture
-    def server(self) -> Iterator[str]:
-        """A stub of a server: counts as vLLM does, 2 accepted of 3 drafts a step."""
-        counts = {"steps": 5}
+    def server(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
+        """It counts as vLLM does, 2 accepted of 3 drafts a step."""
+        monkeypatch.delenv(KEY, raising=False)
+        counts, stub = {"steps": 5}, Stub("")
 
         class Handler(BaseHTTPRequestHandler):
-            def answer(self, text: str) -> None:
-                self.send_response(200)
+            def answer(self, text: str, status: int = 200, **headers: str) -> None:
+                self.send_response(status)
+                for name, value in headers.items():
+                    self.send_header(name, value)
                 self.end_headers()
                 self.wfile.write(text.encode())
 
+            def welcome(self) -> bool:
+                stub.shown.append(self.headers["Authorization"])
+                if stub.wants is None or stub.shown[-1] == stub.wants:
+                    return True
+                self.answer(f"{stub.shown[-1]} is no key", 401)
+                return False
+
             def do_GET(self) -> None:
+                if self.path == "/moved":
+                    self.answer("", 302, Location=f"{stub.url}/metrics")
+                if self.path == "/moved" or not self.welcome():
+                    return
                 if self.path == "/v1/models":
                     self.answer(json.dumps({"data": [{"id": "stub"}]}))
                     return
@@ -388,6 +413,8 @@ class TestServer:
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if not self.welcome():
+                    return
                 assert all(isinstance(token, int) for token in body["prompt"])
                 counts["steps"] += 4
                 choice = {"text": "yes", "finish_reason": "stop"}
@@ -397,18 +424,19 @@ class TestServer:
                 pass
 
         http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        thread = threading.Thread(target=http.serve_forever)
+        thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        yield f"http://127.0.0.1:{http.server_address[1]}"
+        stub.url = f"http://127.0.0.1:{http.server_address[1]}"
+        yield stub
         http.shutdown()
         thread.join()
         http.server_close()
 
     def test_a_servers_own_counters_give_its_acceptance(
-        self, trained: Callable[..., Path], server: str, capsys: pytest.CaptureFixture
+        self, trained: Callable[..., Path], server: Stub, capsys: pytest.CaptureFixture
     ) -> None:
         file = trained()
-        assert exit_code(["eval", str(file), "--server", server]) == 0
+        assert exit_code(["eval", str(file), "--server", server.url]) == 0
         (path,) = (file.parent / "runs" / "evaluated" / "eval").glob("server-*/talk.json")
         body = json.loads(path.read_text())
         assert body["model"] == "stub"
@@ -417,13 +445,85 @@ class TestServer:
         assert body["served"]["drafts"] == 16
         assert body["served"]["per_slot"] == [1.0, 1.0, 0.0]
         assert "acceptance length 3.00" in capsys.readouterr().err
+        assert set(server.shown) == {None}, "no key was set"
+
+    def test_the_environments_key_goes_to_the_server_and_nowhere_else(
+        self, trained: Callable[..., Path], server: Stub, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        file, server.wants = trained(), "Bearer sk-aSecret"
+        monkeypatch.setenv(KEY, " sk-aSecret\n")
+        assert exit_code(["eval", str(file), "--server", server.url]) == 0
+        assert set(server.shown) == {server.wants}
+        assert f"with the key in {KEY}" in capsys.readouterr().err
+        files = [path for path in (file.parent / "runs" / "evaluated").rglob("*") if path.suffix in (".json", ".log")]
+        assert len(files) > 4
+        assert not any("sk-aSecret" in path.read_text() for path in files)
+
+    @pytest.mark.parametrize(
+        ("key", "says"),
+        [
+            ("sk-other", f"HTTP 401: Bearer [{KEY}] is no key; set {KEY} to a key that this server takes"),
+            ("", f"HTTP 401: None is no key; set {KEY} to a key"),
+            ("sk-\nother", f"{KEY} holds characters that no key has"),
+        ],
+    )
+    def test_a_wrong_key_is_told_by_the_name_of_its_variable(
+        self,
+        trained: Callable[..., Path],
+        server: Stub,
+        capsys: pytest.CaptureFixture,
+        monkeypatch: pytest.MonkeyPatch,
+        key: str,
+        says: str,
+    ) -> None:
+        server.wants = "Bearer sk-aSecret"
+        monkeypatch.setenv(KEY, key)
+        assert exit_code(["eval", str(trained()), "--server", server.url]) == 2
+        said = capsys.readouterr().err
+        assert says in said.splitlines()[-1]
+        assert "sk-" not in said
+
+    def test_a_key_does_not_follow_where_a_server_sends_us(self, server: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(KEY, "sk-aSecret")
+        connection = MeasuredServer(Server(url=server.url))
+        assert connection.request(f"{server.url}/moved", read=bytes.decode)
+        assert server.shown == ["Bearer sk-aSecret", None]
+
+    @pytest.mark.parametrize(
+        ("url", "says"),
+        [
+            ("http://user:aSecret@127.0.0.1:9/v1", f"give keys by environment variables ({KEY}, AWS_*)"),
+            ("localhost:8000", "needs http:// or https:// and a host, for example `http://localhost:8000/v1`"),
+            ("http://localhost:http/v1", "(got 'http://localhost:http/v1')"),
+        ],
+    )
+    def test_an_address_that_cannot_be_asked_is_refused_at_once_and_tells_no_secret(
+        self, trained: Callable[..., Path], capsys: pytest.CaptureFixture, url: str, says: str
+    ) -> None:
+        file = trained()
+        assert exit_code(["eval", str(file), "--server", url]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: --server: ")
+        assert says in line
+        assert "aSecret" not in line
+        assert not (file.parent / "runs" / "evaluated" / "logs").exists()
 
     def test_a_server_that_is_not_there_is_one_clear_line(
         self, trained: Callable[..., Path], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("pipeline.server.FIRST_PAUSE", 0.0)
-        assert exit_code(["eval", str(trained()), "--server", "http://127.0.0.1:9"]) == 1
-        assert "is the server up?" in capsys.readouterr().err
+        assert exit_code(["eval", str(trained()), "--server", "http://127.0.0.1:9", "--model", "m"]) == 1
+        assert "Connection refused); is the server up?" in capsys.readouterr().err
+
+    def test_a_server_that_says_nothing_is_given_up_soon(
+        self, trained: Callable[..., Path], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("pipeline.server.FIRST_PAUSE", 0.0)
+        monkeypatch.setattr("pipeline.server.FIRST_TIMEOUT", 0.02)
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+            assert exit_code(["eval", str(trained()), "--server", url]) == 1
+        assert "/v1/models: no answer in 6 attempts (timed out); is the server up?" in capsys.readouterr().err
 
     def test_sglangs_gauge_is_read_and_named(self) -> None:
         after = Metrics.parse('sglang:spec_accept_length{tp_rank="0"} 2.5\n')

@@ -18,6 +18,7 @@ import yaml
 from click.testing import CliRunner
 
 import pipeline.server
+import pipeline.server_answers
 from data.answers import AnswerLog, Reply
 from data.conversations import Rejected
 from data.errors import BadInput, Failure
@@ -225,12 +226,16 @@ class Stub(BaseHTTPRequestHandler):
     lock = threading.Lock()
     refuse_odd = False
     down = False
+    key: str | None = None
 
     def log_message(self, *_: Any) -> None:
         pass
 
     def do_GET(self) -> None:
-        self.reply(200, {"data": [{"id": "stub"}]})
+        self.reply(*((200, {"data": [{"id": "stub"}]}) if self.allowed() else (401, {"error": "no key"})))
+
+    def allowed(self) -> bool:
+        return self.headers["Authorization"] == (None if self.key is None else f"Bearer {self.key}")
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -239,7 +244,9 @@ class Stub(BaseHTTPRequestHandler):
             kind = self.trouble[len(prompt)]
             self.trouble[len(prompt)] += 1
             self.asked.append(prompt)
-        if self.down:
+        if not self.allowed():
+            self.reply(401, {"error": "no key"})
+        elif self.down:
             self.reply(503, {"error": "restarting"})
         elif self.refuse_odd and len(prompt) % 2:
             self.reply(400, {"error": "too odd"})
@@ -272,8 +279,9 @@ class Stub(BaseHTTPRequestHandler):
 @pytest.fixture
 def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[type[Stub], dict[str, Any]]]:
     """The stub's class, to set its mood, and the settings that lead to it."""
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     monkeypatch.setattr(pipeline.server, "FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(pipeline.server, "REFUSALS_TO_STOP", 6)
+    monkeypatch.setattr(pipeline.server_answers, "REFUSALS_TO_STOP", 6)
     mood = type("Mood", (Stub,), {"trouble": Counter(), "asked": []})
     server = ThreadingHTTPServer(("127.0.0.1", 0), mood)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -297,6 +305,21 @@ def test_a_server_gives_ids_through_any_weather(run_of: MakeRun, stub: Any, styl
         assert answer_of(row) == [int((~row.supervised).sum()) % 200, 66]
         assert not row.finished
     assert "retokenised" not in tokens_manifest(run)["notes"]
+
+
+def test_a_server_that_wants_a_key_gets_the_environments(
+    run_of: MakeRun, stub: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mood, settings = stub
+    mood.key = "sk-aSecret"
+    path, run = run_of(ROWS[:3], regenerate=settings)
+    with pytest.raises(BadInput, match=r"HTTP 401: .*; set OPENAI_API_KEY to a key that this server takes"):
+        regenerate(path)
+    monkeypatch.setenv("OPENAI_API_KEY", mood.key)
+    regenerate(path)
+    assert len(rows_of(run)) == 3
+    files = [file for file in run.folder.rglob("*") if file.is_file() and b"sk-aSecret" in file.read_bytes()]
+    assert files == []
 
 
 def test_later_turns_meet_the_same_patience(run_of: MakeRun, stub: Any) -> None:

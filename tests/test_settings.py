@@ -34,6 +34,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 
 
 REFUSED = [
+    ("data.regenerate", {"server": {"url": "localhost:8000"}}, "needs http:// or https:// and a host, for example"),
     ("train.learning_rat", 1, "unknown key `train.learning_rat`; did you mean `learning_rate`?"),
     ("extract.codek", "fp8", "unknown key `extract.codek`; did you mean `codec`?"),
     ("drafters.base", {"layer": 3}, "unknown key `drafters.base.layer`; did you mean `layers`?"),

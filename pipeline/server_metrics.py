@@ -1,8 +1,8 @@
-"""Drives an OpenAI-compatible server (vLLM, SGLang) over prompts and reads its own acceptance counters.
+"""A server whose own drafting is measured: drives vLLM or SGLang over prompts and reads its acceptance counters.
 
-Prompts go as token ids to `/v1/completions`, so that the server sees exactly what decoding here sees. vLLM counts
-drafts, drafted and accepted tokens under `/metrics`: acceptance is 1 + accepted / drafts, bonus counted, pooled, over
-the difference of two readings. SGLang gives a gauge of its own running mean. Other traffic on the server spoils both.
+vLLM counts drafts, drafted and accepted tokens under `/metrics`: acceptance is 1 + accepted / drafts, bonus counted,
+pooled, over the difference of two readings. SGLang gives a gauge of its own running mean. Other traffic on the server
+spoils both.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ _POSITION = re.compile(r'position="(\d+)"')
 
 
 @dataclass(frozen=True)
-class Reply:
-    """A server's answer: text, new tokens, and whether a stop ended it."""
+class Served:
+    """An answer as far as the measure needs it: its text for the next turn, and its new tokens."""
 
     text: str
     tokens: int
-    finished: bool
 
 
 @dataclass
@@ -83,8 +82,8 @@ class Metrics:
         return {}
 
 
-class Client(Connection):
-    """A server whose drafting is measured. Network errors are tried again, then raise Failure; refusals BadInput."""
+class MeasuredServer(Connection):
+    """A server with a drafter of its own. Network errors are tried again, then raise Failure; refusals BadInput."""
 
     def __init__(self, server: Server) -> None:
         super().__init__(server, "`--model`")
@@ -96,16 +95,16 @@ class Client(Connection):
         except Refused:
             return Metrics()
 
-    def complete(self, prompt: Prompt, max_new_tokens: int, plan: Sampling) -> Reply:
+    def complete(self, prompt: Prompt, max_new_tokens: int, plan: Sampling) -> Served:
         try:
             made = self.completion(prompt.ids, max_new_tokens, plan)
         except Refused as error:
             raise BadInput(f"{self.base}/completions: prompt {prompt.id}: {error}") from None
         choice = made["choices"][0]
         tokens = int((made.get("usage") or {}).get("completion_tokens", 0))
-        return Reply(choice["text"], tokens, choice.get("finish_reason") == "stop")
+        return Served(choice["text"], tokens)
 
-    def run(self, prompts: Sequence[Prompt], max_new_tokens: int, plan: Sampling) -> tuple[list[Reply], float]:
+    def run(self, prompts: Sequence[Prompt], max_new_tokens: int, plan: Sampling) -> tuple[list[Served], float]:
         """All prompts, `concurrency` at once: replies in order, and wall seconds."""
         started = time.perf_counter()
         with ThreadPoolExecutor(self.server.concurrency) as pool:

@@ -32,7 +32,7 @@ from data.settings import Run
 from pipeline import acceptance, lossless
 from pipeline.console import Progress, say
 from pipeline.decode import Answer, Engine, Prompt, stop_ids
-from pipeline.drafter import Drafter
+from pipeline.drafter import Drafter, DrafterConfig
 from pipeline.journal import installed
 from pipeline.sampling import Sampling
 from pipeline.target import Target
@@ -88,13 +88,12 @@ class Wave:
     plain: Timed
 
 
-def fit(drafter: Drafter, target: Target, where: str) -> None:
-    """Raise BadInput when a drafter was not made for this target, with both numbers."""
-    config = drafter.config
+def fit(drafter: DrafterConfig, target: Any, where: str) -> None:
+    """Raise BadInput, with both numbers, when a drafter was not made for a target of this (text) configuration."""
     facts = (
-        ("width", config.hidden_size, target.width),
-        ("vocabulary", config.vocab_size, target.vocab),
-        ("target layers", config.num_target_layers, target.layers),
+        ("width", drafter.hidden_size, target.hidden_size),
+        ("vocabulary", drafter.vocab_size, target.vocab_size),
+        ("target layers", drafter.num_target_layers, target.num_hidden_layers),
     )
     for what, mine, its in facts:
         if mine != its:

@@ -25,6 +25,9 @@ from data.settings import Run, Server, load_run
 from data.shaping import shaping
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pipeline.drafter import DrafterConfig
     from pipeline.evaluation import Evaluation, Subject
     from pipeline.job import Job
 
@@ -49,11 +52,22 @@ class Request:
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """A checkpoint to measure. `tensors`: others' weights, read before anything starts; ours are read when their turn
+    comes."""
+
+    name: str
+    path: Path
+    config: DrafterConfig
+    tensors: Mapping[str, Tensor] | None = None
+
+
+@dataclass(frozen=True)
 class Plan:
     """One drafter's folder under `eval/`, its checkpoints, and what fingerprints its numbers."""
 
     name: str
-    checkpoints: tuple[tuple[str, Path], ...]
+    checkpoints: tuple[Candidate, ...]
     inputs: Mapping[str, str]
     trained: Mapping[str, Any] | None
     """Body of train.json; None for others' drafters."""
@@ -114,28 +128,44 @@ def read_benchmarks(run: Run, request: Request) -> dict[str, list[BenchmarkPromp
 
 
 def planned(run: Run, request: Request) -> Iterator[Plan]:
-    """What is to be measured; lacking checkpoints are said here, before the device is taken."""
+    """What is to be measured. Checkpoints that are not there or not whole, and blocks that are longer than they were
+    trained, are refused here: before the device is taken, the target loaded or anything written."""
     from pipeline.checkpoint import choose, load_config
 
     if request.drafter_path is not None:
-        name = path_name(request.drafter_path)
-        yield Plan(name + request.suffix, (("", Path(request.drafter_path)),), {"path": request.drafter_path}, None)
+        theirs = someones(run, request.drafter_path)
+        check_block(request, theirs.config)
+        yield Plan(path_name(request.drafter_path) + request.suffix, (theirs,), {"path": request.drafter_path}, None)
         return
     layout = Layout.of(run)
     for drafter in request.drafters:
         trained = read_manifest(layout.train_manifest(drafter), "drafter")
         chosen = choose(layout.checkpoints(drafter), request.checkpoint or run.eval.checkpoints)
-        for info in chosen:
-            trained_block = load_config(info.path).block_size
-            if request.block_size is not None and request.block_size > trained_block:
-                raise BadInput(f"block size {request.block_size} is not between 2 and the drafter's {trained_block}")
+        candidates = tuple(Candidate(info.path.name, info.path, load_config(info.path)) for info in chosen)
+        for candidate in candidates:
+            check_block(request, candidate.config)
         yield Plan(
             drafter + request.suffix,
-            tuple((info.path.name, info.path) for info in chosen),
-            {"drafter": trained["fingerprint"], "checkpoints": ",".join(info.path.name for info in chosen)},
+            candidates,
+            {"drafter": trained["fingerprint"], "checkpoints": ",".join(candidate.name for candidate in candidates)},
             trained,
             {info.path.name: info.meta.get("validation") for info in chosen},
         )
+
+
+def someones(run: Run, path: str) -> Candidate:
+    """A drafter that is none of this run's, whole. Raises BadInput."""
+    from pipeline.interchange import read_checkpoint
+    from pipeline.target import load_config
+
+    config, tensors = read_checkpoint(path, load_config(run).num_hidden_layers)
+    return Candidate("", Path(path), config, tensors)
+
+
+def check_block(request: Request, config: DrafterConfig) -> None:
+    trained = config.block_size
+    if request.block_size is not None and request.block_size > trained:
+        raise BadInput(f"--block-size: {request.block_size} is not between 2 and the drafter's {trained}")
 
 
 def evaluate(
@@ -145,10 +175,13 @@ def evaluate(
     import torch
 
     from pipeline.console import say
-    from pipeline.evaluation import Evaluation
-    from pipeline.target import load_target, target_record
+    from pipeline.evaluation import Evaluation, fit
+    from pipeline.target import load_config, load_target, target_record
     from pipeline.template import template_record
 
+    shape = load_config(run)
+    for candidate in (candidate for plan in plans for candidate in plan.checkpoints):
+        fit(candidate.config, shape, str(candidate.path))
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.matmul.allow_tf32 = False
     target = load_target(run, work.device)
@@ -165,13 +198,13 @@ def evaluate(
         warnings = folder.differences(facts)
         for text in warnings:
             say(f"warning: {text}")
-        for checkpoint, path in plan.checkpoints:
+        for candidate in plan.checkpoints:
             subject: Subject | None = None
             for benchmark in benchmarks:
                 work.check_stop()
-                if folder.has(benchmark, checkpoint):
+                if folder.has(benchmark, candidate.name):
                     continue
-                subject = subject or load_subject(run, plan, request, checkpoint, path, evaluation, warnings)
+                subject = subject or load_subject(run, plan, request, candidate, evaluation, warnings)
                 body = evaluation.measure(subject, benchmark)
                 body["record"] = evaluation.record(benchmark, facts["target"], facts["template"])
                 folder.write(body)
@@ -181,37 +214,27 @@ def evaluate(
 
 
 def load_subject(
-    run: Run,
-    plan: Plan,
-    request: Request,
-    checkpoint: str,
-    path: Path,
-    evaluation: Evaluation,
-    warnings: Sequence[str],
+    run: Run, plan: Plan, request: Request, candidate: Candidate, evaluation: Evaluation, warnings: Sequence[str]
 ) -> Subject:
-    """A checkpoint's drafter, checked against the target."""
+    """A checkpoint's drafter beside the target."""
     from pipeline.checkpoint import load_drafter
     from pipeline.drafter import Drafter
-    from pipeline.evaluation import Subject, fit
-    from pipeline.interchange import read_checkpoint
+    from pipeline.evaluation import Subject
 
     target = evaluation.target
-    if plan.trained is not None:
-        drafter = load_drafter(path, target.device, target.dtype)
+    if candidate.tensors is None:
+        drafter = load_drafter(candidate.path, target.device, target.dtype)
     else:
-        config, tensors = read_checkpoint(str(path), target.layers)
-        drafter = Drafter(config)
-        drafter.load_state_dict(tensors, strict=True)
+        drafter = Drafter(candidate.config)
+        drafter.load_state_dict(candidate.tensors, strict=True)
         drafter = drafter.to(target.device, target.dtype).eval().requires_grad_(False)
-    fit(drafter, target, str(path))
-    own = plan.trained is not None
     return Subject(
         plan.name,
-        checkpoint,
+        candidate.name,
         drafter,
-        request.block_size or drafter.config.block_size,
-        plan.validations.get(checkpoint),
-        run.data.max_length if own else None,
+        request.block_size or candidate.config.block_size,
+        plan.validations.get(candidate.name),
+        run.data.max_length if plan.trained is not None else None,
         tuple(warnings),
     )
 
@@ -256,7 +279,7 @@ class Folder:
 
     def publish(self) -> None:
         """The manifest: every file, and the numbers that tables are made of."""
-        pairs = [(benchmark, checkpoint) for checkpoint, _ in self.plan.checkpoints for benchmark in self.benchmarks]
+        pairs = [(benchmark, each.name) for each in self.plan.checkpoints for benchmark in self.benchmarks]
         files = [self.file(*pair) for pair in pairs]
         bodies = [read_json(file, "run eval again") for file in files]
         body = {

@@ -1,5 +1,6 @@
 import copy
 import json
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -195,11 +196,9 @@ def test_sampled_evaluation_makes_no_claim_of_equal_text(trained: Callable[..., 
 
 
 def test_somebody_elses_drafter_stands_in_the_same_table(trained: Callable[..., Path], tmp_path: Path) -> None:
-    file, drafter = trained(), tiny_drafter()
-    target = TargetInfo("t", "LlamaForCausalLM", 6, 64, 320, 4096)
-    write_union(tmp_path / "their-drafter", drafter.config, drafter.state_dict(), target, dtype="float32")
+    file, theirs = trained(), union(tmp_path / "their-drafter", tiny_drafter())
     assert exit_code(["eval", str(file)]) == 0
-    assert exit_code(["eval", str(file), "--drafter-path", str(tmp_path / "their-drafter")]) == 0
+    assert exit_code(["eval", str(file), "--drafter-path", theirs]) == 0
     (folder,) = (file.parent / "runs" / "evaluated" / "eval").glob("path-*their-drafter")
     ours, theirs = results(file), results(file, folder.name)
     assert theirs["validation"] is None
@@ -216,12 +215,61 @@ def test_the_reference_table_is_made_of_records_though_the_cache_is_gone(trained
     assert dict(zip(COLUMNS, cells, strict=True))["of the first line"] == "1.0000"
 
 
+def never(*_: Any) -> None:
+    raise AssertionError("the target is loaded")
+
+
+def union(folder: Path, drafter: Drafter) -> str:
+    """Somebody's checkpoint of this drafter."""
+    target = TargetInfo("t", "LlamaForCausalLM", 6, drafter.config.hidden_size, 320, 4096)
+    write_union(folder, drafter.config, drafter.state_dict(), target, dtype="float32")
+    return str(folder)
+
+
+@pytest.mark.parametrize("theirs", [False, True])
 def test_a_drafter_for_another_target_is_refused_with_both_numbers(
-    trained: Callable[..., Path], capsys: pytest.CaptureFixture
+    trained: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    theirs: bool,
 ) -> None:
-    file = trained(drafter=tiny_drafter(width=32))
-    assert exit_code(["eval", str(file)]) == 2
+    wide = tiny_drafter(width=32)
+    file = trained(drafter=wide)
+    monkeypatch.setattr("pipeline.target.load_target", never)
+    options = ["--drafter-path", union(tmp_path / "theirs", wide)] if theirs else []
+    assert exit_code(["eval", str(file), *options]) == 2
     assert "width 32, this target has 64" in capsys.readouterr().err
+    assert not (tmp_path / "runs" / "evaluated" / "eval").exists()
+
+
+@pytest.mark.parametrize(
+    ("drafter", "options", "says"),
+    [
+        ("/nowhere", [], "/nowhere: not a folder with a DFlash checkpoint"),
+        ("whole", ["--block-size", "9"], "--block-size: 9 is not between 2 and the drafter's 4"),
+        ("torn", [], "model.safetensors: not the bytes that draftmill.json records"),
+    ],
+)
+def test_somebody_elses_drafter_is_looked_at_before_anything_starts_or_is_written(
+    trained: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    drafter: str,
+    options: list[str],
+    says: str,
+) -> None:
+    file = trained()
+    if drafter != "/nowhere":
+        drafter = union(tmp_path / drafter, tiny_drafter())
+    if drafter.endswith("torn"):
+        os.truncate(Path(drafter) / "model.safetensors", 1000)
+    monkeypatch.setattr("pipeline.target.load_target", never)
+    assert exit_code(["eval", str(file), "--drafter-path", drafter, *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line
+    assert {path.name for path in (tmp_path / "runs" / "evaluated").iterdir()} == {"drafters"}, "not even a log"
 
 
 @pytest.mark.parametrize(
@@ -233,7 +281,7 @@ def test_a_drafter_for_another_target_is_refused_with_both_numbers(
         (["--benchmark", "nope"], None, "no benchmark `nope`"),
         (["--drafter", "nope"], None, "no drafter `nope`"),
         (["--checkpoint", "step-7"], None, "no checkpoint `step-7`"),
-        (["--block-size", "9"], None, "block size 9 is not between 2 and the drafter's 4"),
+        (["--block-size", "9"], None, "--block-size: 9 is not between 2 and the drafter's 4"),
         (["--drafter-path", "no/such/folder"], None, "no/such/folder"),
     ],
 )

@@ -187,6 +187,32 @@ def histogram(drafter: DrafterStory) -> str:
         return _svg(figure)
 
 
+def context(drafter: DrafterStory) -> str:
+    """Acceptance by the context that a block starts from, a line a benchmark; dashed: the longest row of training."""
+    buckets = max((body["by_context"] for body in drafter.evaluations), key=len)
+    with _canvas(height=2.4, salt=f"context {drafter.name}") as (figure, (axes,)):
+        for index, (name, body) in enumerate(zip(names(drafter), drafter.evaluations, strict=True)):
+            known = [(place, found["pooled"]) for place, found in enumerate(body["by_context"]) if found["blocks"]]
+            if known:
+                axes.plot(*zip(*known, strict=True), color=colour(index), label=name, marker="o", markersize=3.5)
+        lengths = {body["past_trained_length"]["tokens"] for body in drafter.evaluations if body["past_trained_length"]}
+        for length in lengths:
+            for place, found in enumerate(buckets):
+                if found["from"] <= length < found["to"]:
+                    at = place - 0.5 + (length - found["from"]) / (found["to"] - found["from"])
+                    axes.axvline(at, color=MUTED, linestyle="--", linewidth=1.2)
+                    where = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points", "va": "bottom"}
+                    axes.annotate(f"trained up to {length:,}", (at, 0), (5, 3), color=MUTED, fontsize=8.5, **where)
+        axes.set_xlim(-0.5, len(buckets) - 0.5)
+        axes.margins(y=0.15)
+        axes.set_ylim(bottom=1)
+        axes.set_xticks(range(len(buckets)), [f"{found['from']:,}-{found['to'] - 1:,}" for found in buckets])
+        axes.set_xlabel("context states at the block's start")
+        axes.set_title(f"Tokens a target pass, {drafter.name}")
+        _legend(axes, len(drafter.evaluations))
+        return _svg(figure)
+
+
 def acceptance(drafters: Sequence[DrafterStory]) -> str:
     """Pooled acceptance with its interval, a row a benchmark, a colour a drafter."""
     benchmarks = list(dict.fromkeys(name for drafter in drafters for name in names(drafter)))
@@ -314,6 +340,8 @@ def pictures(
             drawn[f"slots-{drafter.name}"] = slots(drafter)
         if drafter.evaluations:
             drawn[f"histogram-{drafter.name}"] = histogram(drafter)
+        if any(len(body["by_context"]) > 1 for body in drafter.evaluations):
+            drawn[f"context-{drafter.name}"] = context(drafter)
     if stages:
         drawn["times"] = times(stages)
     if cache is not None:

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping
 from html import escape
 from typing import Any
 
-from pipeline.figures import amount, duration, names, themed
+from pipeline.figures import amount, duration, names
+from pipeline.page_data import data_section
+from pipeline.page_parts import code, figure, share, table
 from pipeline.page_style import STYLE
 from pipeline.report import Body, DrafterStory, Story
 
@@ -43,10 +45,11 @@ def _sections(story: Story, pictures: Mapping[str, str]) -> Iterable[Section]:
     everyone = [*story.drafters, *story.others]
     yield "acceptance", "Acceptance", _acceptance(story, everyone, pictures)
     yield "slots", "Slot by slot", "".join(_slots(drafter, pictures) for drafter in everyone)
+    yield "context", "Context length", _context(everyone, pictures)
     yield "training", "Training", _training(story, pictures)
     yield "speed", "Speed", _speed(everyone) + _servers(story)
-    yield "time", "Time", _figure(pictures, "times") + _jobs(story)
-    yield "data", "Data and cache", _data(story, pictures)
+    yield "time", "Time", figure(pictures, "times") + _jobs(story)
+    yield "data", "Data and cache", data_section(story, pictures)
     yield "examples", "Generations", _examples(everyone)
     yield "settings", "Settings and fingerprints", _settings(story)
     yield "missing", "Not in this report", _missing(story)
@@ -118,7 +121,7 @@ def _acceptance(story: Story, everyone: list[DrafterStory], pictures: Mapping[st
     head = ("benchmark", "drafter", "pooled", "per response", "block", "prompts", "blocks", "exact")
     warnings = [text for drafter in everyone for body in drafter.evaluations for text in body["warnings"]]
     told = "".join(f'<p class="warn">{escape(text)}</p>' for text in dict.fromkeys(warnings))
-    return note + _figure(pictures, "acceptance") + _table(head, rows, right=(4, 5, 6)) + told
+    return note + figure(pictures, "acceptance") + table(head, rows, right=(4, 5, 6)) + told
 
 
 def _interval(body: Mapping[str, Any]) -> str:
@@ -128,7 +131,7 @@ def _interval(body: Mapping[str, Any]) -> str:
 
 
 def _slots(drafter: DrafterStory, pictures: Mapping[str, str]) -> str:
-    shown = _figure(pictures, f"slots-{drafter.name}") + _figure(pictures, f"histogram-{drafter.name}")
+    shown = figure(pictures, f"slots-{drafter.name}") + figure(pictures, f"histogram-{drafter.name}")
     if not shown:
         return ""
     gaps = [gap for body in drafter.evaluations if body.get("validation") for gap in body["validation"]["gaps"]]
@@ -136,6 +139,57 @@ def _slots(drafter: DrafterStory, pictures: Mapping[str, str]) -> str:
         "" if not gaps else '<p class="warn">Decoding lies further below the validation walk than chance explains.</p>'
     )
     return f"<h3>{escape(drafter.name)}</h3>{shown}{note}"
+
+
+def _context(everyone: list[DrafterStory], pictures: Mapping[str, str]) -> str:
+    """How far acceptance holds as the text grows, and how much of a benchmark lies where training has not been."""
+    evaluations = [
+        (name, drafter.name, body)
+        for drafter in everyone
+        for name, body in zip(names(drafter), drafter.evaluations, strict=True)
+    ]
+    if not evaluations:
+        return ""
+    buckets = max((body["by_context"] for _, _, body in evaluations), key=len)
+    rows = []
+    for name, drafter, body in evaluations:
+        found = [_bucket(bucket) for bucket in body["by_context"]]
+        rows.append([escape(name), escape(drafter), *found, *["-"] * (len(buckets) - len(found))])
+    head = ("benchmark", "drafter", *(f"{bucket['from']:,} to {bucket['to'] - 1:,}" for bucket in buckets))
+    note = (
+        "<p>Tokens a target pass by the number of context states that a block starts from, blocks in grey. Acceptance "
+        "that falls along a row says that long texts are served worse than short ones.</p>"
+    )
+    figures = "".join(figure(pictures, f"context-{drafter.name}") for drafter in everyone)
+    return note + figures + table(head, rows, right=range(2, len(head))) + _past(evaluations)
+
+
+def _bucket(bucket: Body) -> str:
+    if bucket["pooled"] is None:
+        return "-"
+    return f'<b>{bucket["pooled"]:.2f}</b> <span class="note">{bucket["blocks"]:,}</span>'
+
+
+def _past(evaluations: list[tuple[str, str, Body]]) -> str:
+    """What was decoded past the longest row that a drafter was trained on; nothing for drafters of unknown training."""
+    rows = [
+        [
+            escape(name),
+            escape(drafter),
+            f"{past['tokens']:,}",
+            *(share(past[f"{what}_share"]) for what in ("prompts", "responses", "blocks")),
+        ]
+        for name, drafter, body in evaluations
+        if (past := body["past_trained_length"]) is not None
+    ]
+    if not rows:
+        return ""
+    head = ("benchmark", "drafter", "trained up to", "prompts past it", "answers", "blocks")
+    note = (
+        '<h3>Past the trained length</h3><p class="note">Shares that lie past the longest row of training, in tokens: '
+        "nothing there was learned, so a large share makes the benchmark a test of something else.</p>"
+    )
+    return note + table(head, rows, right=range(2, 6))
 
 
 def _training(story: Story, pictures: Mapping[str, str]) -> str:
@@ -156,8 +210,8 @@ def _training(story: Story, pictures: Mapping[str, str]) -> str:
             f"{made['rows']['train']:,} / {made['rows']['validation']:,}",
         ])  # fmt: skip
     head = ("drafter", "steps", "best step", "walk", "last loss", "a step", "TFLOP/s", "rows trained / held out")
-    shown = _figure(pictures, "curves") + _figure(pictures, "throughput")
-    return shown + (_table(head, rows, right=range(1, 8)) if rows else "")
+    shown = figure(pictures, "curves") + figure(pictures, "throughput")
+    return shown + (table(head, rows, right=range(1, 8)) if rows else "")
 
 
 def _speed(everyone: list[DrafterStory]) -> str:
@@ -179,7 +233,7 @@ def _speed(everyone: list[DrafterStory]) -> str:
         return ""
     note = "<p>Wall clock, the same engine with and without the drafter, in one process.</p>"
     head = ("benchmark", "drafter", "batch", "prompts", "plain tokens/s", "drafted tokens/s", "speedup")
-    return note + _table(head, rows, right=range(2, 7))
+    return note + table(head, rows, right=range(2, 7))
 
 
 def _servers(story: Story) -> str:
@@ -195,7 +249,7 @@ def _servers(story: Story) -> str:
         for body in story.servers
     ]
     head = ("benchmark", "server", "acceptance", "at once", "tokens/s")
-    return "<h3>Served</h3>" + _table(head, rows, right=(2, 3, 4)) if rows else ""
+    return "<h3>Served</h3>" + table(head, rows, right=(2, 3, 4)) if rows else ""
 
 
 def _jobs(story: Story) -> str:
@@ -213,61 +267,8 @@ def _jobs(story: Story) -> str:
     ]
     if not rows:
         return ""
-    table = _table(("job", "took", "attempt", "ended", "last rate"), rows, right=(1, 2))
-    return f"<details><summary>{len(rows)} jobs</summary>{table}</details>"
-
-
-def _data(story: Story, pictures: Mapping[str, str]) -> str:
-    counts = [("prompts", story.prompts), ("token rows", story.tokens and story.tokens["counts"])]
-    if story.cache is not None:
-        counts.append(("cache", story.cache.counts))
-    rows = [
-        [escape(what), ", ".join(_count(key, value) for key, value in body.items())] for what, body in counts if body
-    ]
-    shown = (_table(("what", "counts"), rows) if rows else "") + _account(story.account)
-    if story.cache is not None:
-        cache = story.cache
-        taps = ", ".join(map(str, cache.layers))
-        shown += (
-            f"<p>States of layers {taps}, width {cache.width}, codec {escape(cache.codec)}, "
-            f"compressor {escape(cache.compressor)}. What the states take under each codec:</p>"
-            + _figure(pictures, "codecs")
-        )
-    return shown + _row_example(story.tokens)
-
-
-def _account(account: Body | None) -> str:
-    """What became of the rows: dropped, noted, repeated, asked by a benchmark too, and how long they are."""
-    if account is None:
-        return ""
-    counts = account["counts"]
-    rows = [["rows read", f"{counts['rows_in']:,}"], ["kept", f"{counts['kept']:,}"]]
-    rows += [[f"dropped: {escape(_words(reason))}", f"{count:,}"] for reason, count in account["dropped"].items()]
-    rows += [[f"noted: {escape(_words(note))}", f"{count:,}"] for note, count in account["notes"].items()]
-    rows += [[f"repeats: {escape(_words(kind))}", f"{count:,}"] for kind, count in account["repeats"].items()]
-    for name, found in account["contamination"].items():
-        ids = f" ({escape(', '.join(found['ids'][:3]))}, ...)" if found["ids"] else ""
-        rows.append([f"asked by benchmark {escape(name)} too{ids}", f"{found['rows']:,}"])
-    rows += [[f"{low:,} to {2 * low - 1:,} tokens", f"{count:,}"] for low, count in account["lengths"]]
-    return "<h3>What became of the rows</h3>" + _table(("what", "rows"), rows, right=(1,))
-
-
-def _words(key: str) -> str:
-    return key.replace("_", " ")
-
-
-def _count(key: str, value: int) -> str:
-    return amount(value) if key == "bytes" else f"{value:,} {escape(key.replace('_', ' '))}"
-
-
-def _row_example(tokens: Body | None) -> str:
-    """One training row; what is learned is marked."""
-    pieces = ((tokens or {}).get("example") or {}).get("pieces")
-    if not pieces:
-        return ""
-    text = "".join(f'<span class="a">{escape(part)}</span>' if learned else escape(part) for part, learned in pieces)
-    note = '<h3>One training row</h3><p class="note">Supervised tokens are marked.</p>'
-    return f'{note}<div class="talk"><div class="answer">{text}</div></div>'
+    jobs = table(("job", "took", "attempt", "ended", "last rate"), rows, right=(1, 2))
+    return f"<details><summary>{len(rows)} jobs</summary>{jobs}</details>"
 
 
 def _examples(everyone: list[DrafterStory]) -> str:
@@ -305,16 +306,16 @@ def _talk(example: Body) -> str:
 def _settings(story: Story) -> str:
     rows: list[list[str]] = []
     if story.cache is not None:
-        rows.append(["cache, part 0", _code(story.cache.manifest["fingerprint"])])
-        rows.append(["target", _code(_brief(story.cache.manifest["target"]))])
-        rows.append(["template", _code(_brief(story.cache.manifest["template"]))])
+        rows.append(["cache, part 0", code(story.cache.manifest["fingerprint"])])
+        rows.append(["target", code(_brief(story.cache.manifest["target"]))])
+        rows.append(["template", code(_brief(story.cache.manifest["template"]))])
     for drafter in story.drafters:
         if drafter.trained is not None:
             mask = drafter.trained["mask_token"]
-            rows.append([f"drafter {escape(drafter.name)}", _code(drafter.trained["fingerprint"])])
+            rows.append([f"drafter {escape(drafter.name)}", code(drafter.trained["fingerprint"])])
             rows.append(["mask token", f"{mask['id']} ({escape(str(mask['reason']))})"])
         if drafter.exported is not None:
-            rows.append([f"export {escape(drafter.name)}", _code(drafter.exported["fingerprint"])])
+            rows.append([f"export {escape(drafter.name)}", code(drafter.exported["fingerprint"])])
         for body in drafter.evaluations[:1]:
             record = body["record"]
             versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
@@ -322,30 +323,10 @@ def _settings(story: Story) -> str:
     whole = json.dumps(
         story.run.model_dump(mode="json", by_alias=True, exclude_unset=True), indent=2, ensure_ascii=False
     )
-    shown = _table(("what", "value"), rows) if rows else ""
+    shown = table(("what", "value"), rows) if rows else ""
     return f"{shown}<details><summary>The run file</summary><pre>{escape(whole)}</pre></details>"
 
 
 def _brief(body: Mapping[str, Any]) -> str:
     """The short entries of a record, as text."""
     return ", ".join(f"{key} {value}" for key, value in body.items() if isinstance(value, str) and len(value) <= 80)
-
-
-def _code(text: str) -> str:
-    return f"<code>{escape(text)}</code>"
-
-
-def _figure(pictures: Mapping[str, str], stem: str) -> str:
-    return f"<figure>{themed(pictures[stem])}</figure>" if stem in pictures else ""
-
-
-def _table(head: Iterable[str], rows: Iterable[Iterable[Any]], right: Iterable[int] = ()) -> str:
-    """Cells are HTML already; columns in `right` are numbers."""
-    marked = set(right)
-    side = {True: ' class="n"', False: ""}
-    top = "".join(f"<th{side[index in marked]}>{escape(text)}</th>" for index, text in enumerate(head))
-    lines = "".join(
-        "<tr>" + "".join(f"<td{side[index in marked]}>{cell}</td>" for index, cell in enumerate(row)) + "</tr>"
-        for row in rows
-    )
-    return f'<div class="scroll"><table><tr>{top}</tr>{lines}</table></div>'

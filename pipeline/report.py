@@ -54,7 +54,8 @@ class DrafterStory:
 
 @dataclass(frozen=True)
 class CacheFacts:
-    """A finished cache, all parts together. `codecs`: bytes that each codec would take for the same states."""
+    """A finished cache, all parts together. `codecs`: bytes that each codec would take for the same states.
+    `on_policy`: of how many supervised tokens, in how many rows, which share the target itself would have said."""
 
     counts: dict[str, int]
     layers: list[int]
@@ -62,6 +63,7 @@ class CacheFacts:
     codec: str
     compressor: str
     codecs: dict[str, int]
+    on_policy: Body
     manifest: Body
 
 
@@ -238,8 +240,17 @@ def _cache(run: Run, missing: _Missing) -> CacheFacts | None:
         manifest["codec"]["name"],
         manifest["compressor"],
         {name: size * counts["states"] for name, size in codec_sizes(len(layers), width).items()},
+        on_policy(run, layout),
         manifest,
     )
+
+
+def on_policy(run: Run, layout: Layout) -> Body:
+    """`{rows, tokens, share}` of what extraction found in each part, pooled over tokens; share None without tokens."""
+    found = [read_manifest(layout.cache_part(part), "cache")["on_policy"] for part in range(run.extract.parts)]
+    rows, tokens = (sum(body[name] for body in found) for name in ("rows", "tokens"))
+    hits = sum(body["share"] * body["tokens"] for body in found)
+    return {"rows": rows, "tokens": tokens, "share": hits / tokens if tokens else None}
 
 
 def codec_sizes(layers: int, width: int) -> dict[str, int]:

@@ -84,6 +84,7 @@ def write_evaluation(run: Run, drafter: str) -> None:
         per_slot = [min(0.99, (DRAFTERS.get(drafter, 0.75) + shift) * 0.98 ** (k - 1)) for k in range(1, BLOCK)]
         kept = [*lengths(per_slot), 0.0]
         pooled = sum(kept)
+        past = {"tokens": 448, "prompts_share": 0.0, "responses_share": 0.125, "blocks_share": 0.0421}
         speed = {"plain": {"tokens_per_s": 410.0}, "drafted": {"tokens_per_s": 410.0 * pooled / 1.6}}
         body = {
             "benchmark": benchmark,
@@ -98,6 +99,12 @@ def write_evaluation(run: Run, drafter: str) -> None:
             "per_response": {"value": pooled + 0.1, "low": pooled - 0.05, "high": pooled + 0.26},
             "per_slot": per_slot,
             "histogram": [0, *(round(8211 * (kept[k] - kept[k + 1])) for k in range(BLOCK))],
+            "by_context": [
+                {"from": 0, "to": 256, "blocks": 6000, "pooled": pooled + 0.02},
+                {"from": 256, "to": 512, "blocks": 2211, "pooled": pooled - 0.06},
+                *([{"from": 512, "to": 1024, "blocks": 0, "pooled": None}] if benchmark == "mt-bench" else []),
+            ],
+            "past_trained_length": past if drafter in DRAFTERS else None,
             "validation": {"acceptance": 3.6, "per_slot": per_slot, "gaps": []},
             "lossless": {"checked": 128, "exact": 126, "tie_count": 3},
             "speed": [
@@ -145,6 +152,7 @@ def write_data(run: Run) -> None:
         publish(layout.tokens(part), "tokens", {**tokens, "example": {"row_id": "r", "pieces": pieces}})
         counts = {"shards": 4, "rows": 3735, "tokens": 1_204_000, "states": 1_150_000, "bytes": 3_335_000_000}
         cache = {"layer_ids": [1, 8, 14, 20, 27], "width": 576, "compressor": "none", "fingerprint": "ab" * 16}
+        cache |= {"on_policy": {"rows": 32, "tokens": 1000 * (part + 1), "share": 0.99 - 0.03 * part}}
         cache |= {"codec": {"name": "fp8"}, "target": {"weights": "cd" * 16}, "template": {"hash": "ef" * 16}}
         publish(layout.cache_part(part), "cache", {"counts": counts, **cache})
     minutes = [("prepare", "", 0, 1), ("regenerate", "part-0000", 1, 9), ("regenerate", "part-0001", 9, 17)]

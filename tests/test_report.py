@@ -86,12 +86,12 @@ def test_the_page_is_whole_and_fetches_nothing(finished: tuple[Run, str]) -> Non
 def test_every_section_stands_there_with_its_pictures(finished: tuple[Run, str]) -> None:
     run, html = finished
     assert re.findall(r'<h2 id="(\w+)"', html) == [
-        "acceptance", "slots", "training", "speed", "time", "data", "examples", "settings", "missing"
+        "acceptance", "slots", "context", "training", "speed", "time", "data", "examples", "settings", "missing"
     ]  # fmt: skip
-    assert html.count("<svg") == 5 + 2 * len(DRAFTERS)
+    assert html.count("<svg") == 5 + 3 * len(DRAFTERS)
     assert {path.stem for path in Layout.of(run).pictures.iterdir()} == {
         "acceptance", "curves", "throughput", "times", "codecs",
-        *(f"{kind}-{name}" for kind in ("slots", "histogram") for name in DRAFTERS),
+        *(f"{kind}-{name}" for kind in ("slots", "histogram", "context") for name in DRAFTERS),
     }  # fmt: skip
 
 
@@ -150,6 +150,32 @@ def test_what_became_of_the_rows_stands_on_the_page(finished: tuple[Run, str]) -
         "256 to 511 tokens6,272",
     ):
         assert line in text, line
+
+
+def test_acceptance_by_context_and_what_lies_past_training_stand_on_the_page(finished: tuple[Run, str]) -> None:
+    run, html = finished
+    body = json.loads((Layout.of(run).eval("dpace") / "mt-bench.json").read_text())
+    found = [f"{bucket['pooled']:.2f} {bucket['blocks']:,}" for bucket in body["by_context"][:2]]
+    text = Page(html).text
+    assert "benchmarkdrafter0 to 255256 to 511512 to 1,023" in text
+    assert f"mt-benchdpace{found[0]}{found[1]}-" in text
+    assert "trained up toprompts past itanswersblocks" in text
+    assert "mt-benchdpace4480.0 %12.5 %4.2 %" in text
+
+
+def test_drafters_of_unknown_training_claim_nothing_of_their_trained_length(tmp_path: Path) -> None:
+    run = sample_run(tmp_path)
+    write_evaluation(run, "path-z-lab--other")
+    text = Page(report(run, tmp_path)).text
+    assert "0 to 255" in text
+    assert "trained up to" not in text
+
+
+def test_the_on_policy_share_is_pooled_over_the_tokens_of_all_parts(finished: tuple[Run, str]) -> None:
+    text = Page(finished[1]).text
+    assert "97.0 % of the supervised tokens" in text
+    assert "of 3,000 tokens of 64 rows" in text
+    assert "data.responses: regenerate lets it answer itself" in text
 
 
 def test_rows_dropped_after_answering_are_on_the_account_too(tmp_path: Path) -> None:

@@ -266,7 +266,8 @@ class Train(Section):
     seed: int = 0
     """Seed of initial weights and of anchors."""
     log_every: Positive = 10
-    """Steps between lines of the log; the only moments at which the host waits for the device."""
+    """Steps between lines of metrics.jsonl, of which the log shows one in ten seconds; the only moments at which the
+    host waits for the device."""
     validate_every: Positive = 200
     """Steps between validation walks."""
     checkpoint_every: Positive = 200

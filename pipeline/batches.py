@@ -155,7 +155,12 @@ class Plan:
         self.states = cache.rows.states[rows].astype(np.int64)
         self.eligible = np.minimum(cache.rows.eligible[rows], train.anchors_per_row).astype(np.int64)
         self._refuse_misfits()
-        self.cuts = [self._pack(self._order(epoch)) for epoch in range(train.epochs)]
+        self.cuts: list[np.ndarray] = []
+        self.filled: list[np.ndarray] = []
+        for epoch in range(train.epochs):
+            order = self._order(epoch)
+            self.cuts.append(self._pack(order))
+            self.filled.append(np.concatenate([[0], np.cumsum(self.states[order])])[self.cuts[-1]])
         self.steps_per_epoch = [-(-(len(cuts) - 1) // train.batches_per_step) for cuts in self.cuts]
         self.total_steps = min(sum(self.steps_per_epoch), train.max_steps or sum(self.steps_per_epoch))
         self._orders: OrderedDict[int, np.ndarray] = OrderedDict()
@@ -216,6 +221,12 @@ class Plan:
         total = sum(self.cumulative[document.labels].sum() for group in groups for document in group)
         scale = 1.0 / total if total else 0.0
         return tuple(BatchPlan(group, scale, step * len(groups) + i) for i, group in enumerate(groups))
+
+    def context_states(self, step: int) -> int:
+        """Context states of a step's batches over all ranks, padding not counted."""
+        epoch, inside = self.place(step)
+        filled, first = self.filled[epoch], inside * self.train.batches_per_step
+        return int(filled[min(first + self.train.batches_per_step, len(filled) - 1)] - filled[first])
 
     def _document(self, row: int, epoch: int) -> Document:
         supervised = self.cache.tokens(row)[1]

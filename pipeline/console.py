@@ -1,8 +1,8 @@
 """What a person sees of running work: plain lines, and progress as a bar on a terminal or a line every ten seconds.
 
 Everything goes to stderr, and to the log and the status file of the job that is running (`pipeline/job.py` sets the
-sink). Several jobs may share one terminal under Snakemake, where bars would overwrite each other: the Snakefile asks
-for lines with `DRAFTMILL_LINES=1`. No torch here.
+sink); the log has the progress lines also where the screen has a bar. Several jobs may share one terminal under
+Snakemake, where bars would overwrite each other: the Snakefile asks for lines with `DRAFTMILL_LINES=1`. No torch here.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import contextlib
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import Any, Protocol
 
 LINE_SECONDS = 10.0
-"""Pause between two progress lines where there is no terminal."""
+"""Pause between two progress lines."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,9 @@ class Progress:
     def __init__(self, total: float, title: str, unit: str = "rows", done: float = 0) -> None:
         self.total, self.title, self.unit = total, title, unit
         self.done = self._before = done
-        self.note = ""
+        self.note = self._detail = ""
         self._started = self._last_line = time.monotonic()
+        self._told = -LINE_SECONDS
         self._bar: Any = None
         self._task: Any = None
 
@@ -139,7 +140,7 @@ class Progress:
             self._bar = _console.bar = None
         self._report()
         if kind is None:
-            say(self.snapshot().text())
+            self._line()
 
     def advance(self, n: float = 1, note: str | None = None) -> None:
         """`n` more units are done. Cheap enough to be called for every batch."""
@@ -147,13 +148,29 @@ class Progress:
         if note is not None:
             self.note = note
         self._report()
-        now = time.monotonic()
         if self._bar is not None:
             with _terminal():
                 self._bar.update(self._task, completed=self.done, note=self.note)
-        elif now - self._last_line >= LINE_SECONDS:
-            self._last_line = now
-            say(self.snapshot().text())
+        if time.monotonic() - self._last_line >= LINE_SECONDS:
+            self._line()
+
+    def tell(self, detail: str) -> None:
+        """Numbers that a bar has no room for. They take the place of the note in one line: in this moment when none has
+        shown such numbers for `LINE_SECONDS`, else in the next line, unless newer ones come before it."""
+        self._detail = detail
+        if time.monotonic() - self._told >= LINE_SECONDS:
+            self._line()
+
+    def _line(self) -> None:
+        """A line to the log, and to the screen where no bar is."""
+        text = replace(self.snapshot(), note=self._detail or self.note).text()
+        self._last_line = time.monotonic()
+        if self._detail:
+            self._told, self._detail = self._last_line, ""
+        if self._bar is None:
+            say(text)
+        elif _console.sink is not None:
+            _console.sink.line(text)
 
     def snapshot(self) -> Snapshot:
         fresh = self.done - self._before

@@ -7,6 +7,7 @@ Matplotlib draws with stand-in colours, one for each role; `themed` turns them i
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
@@ -260,14 +261,16 @@ def times(stages: Sequence[StageTime]) -> str:
 
 
 def throughput(drafters: Sequence[DrafterStory]) -> str:
-    """Labels a second and the share of time that the device waited for data, over steps."""
+    """Context tokens a second and the share of time that the device waited for data, over steps."""
     with _canvas(2, 2.3, "throughput") as (figure, (left, right)):
         for index, drafter in enumerate(drafters):
             steps = [line["step"] for line in drafter.steps]
-            rates, style = [line["tokens_per_s"] for line in drafter.steps], _line(index, len(steps))
+            # Older runs did not count them: a gap.
+            rates = [line.get("context_tokens_per_s", math.nan) for line in drafter.steps]
+            style = _line(index, len(steps))
             left.plot(steps, rates, label=drafter.name, **style)
             right.plot(steps, [100 * line["wait_share"] for line in drafter.steps], **style)
-        left.set_title("Labels learned a second")
+        left.set_title("Context tokens a second")
         right.set_title("Waiting for data, % of time")
         left.yaxis.set_major_formatter(EngFormatter(sep=""))
         for axes in (left, right):

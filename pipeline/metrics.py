@@ -1,4 +1,9 @@
-"""Where numbers of a training go: `metrics.jsonl` always, TensorBoard, W&B and trackio when asked for and installed."""
+"""Where numbers of a training go: `metrics.jsonl` always, TensorBoard, W&B and trackio when asked for and installed.
+
+Rates of a line are those of its log interval, over all ranks: `context_tokens_per_s` counts tokens of rows that are
+there for blocks to see, each once an epoch; `labels_per_s` counts what slots had to say, so that a token counts in
+every block that holds it.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +33,23 @@ def step_flops(config: DrafterConfig, shape: BatchShape, batches: int) -> float:
     fc = 2 * S * len(config.target_layer_ids) * H * H
     head = 2 * shape.blocks * (shape.block_size - 1) * H * config.vocab_size
     return 2.0 * batches * (layers + fc + head)
+
+
+def told(line: Mapping[str, Any], walked: tuple[int, float] | None) -> str:
+    """A line of metrics.jsonl for people; `walked`: step and acceptance length of the newest validation."""
+    slots = " ".join(f"{100 * rate:.0f}" for rate in line["accuracy"])
+    parts = [f"epoch {line['epoch'] + 1}", f"loss {line['loss']:.4f}", f"slots {slots} % right"]
+    if walked is not None:
+        parts.append(f"validation acceptance {walked[1]:.3f} at step {walked[0]}")
+    parts += [
+        f"{1e3 * line['seconds_per_step']:.1f} ms/step",
+        f"{line['context_tokens_per_s']:,.0f} context tokens/s",
+        f"{line['tflops']:.3g} TFLOP/s",
+        f"waiting for data: {100 * line['wait_share']:.0f} %",
+    ]
+    if line["memory_gib"] is not None:
+        parts.append(f"{line['memory_gib']:.1f} GiB")
+    return ", ".join(parts)
 
 
 class Metrics:

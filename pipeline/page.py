@@ -206,12 +206,15 @@ def _training(story: Story, pictures: Mapping[str, str]) -> str:
             f"{walk['acceptance']:.2f}" if walk else "-",
             f"{last['loss']:.3f}" if last else "-",
             f"{1e3 * last['seconds_per_step']:.0f} ms" if last else "-",
+            f"{last['context_tokens_per_s']:,.0f}" if "context_tokens_per_s" in last else "-",
             f"{last['tflops']:.3g}" if last else "-",
+            f"{last['memory_gib']:.1f} GiB" if last and last["memory_gib"] is not None else "-",
             f"{made['rows']['train']:,} / {made['rows']['validation']:,}",
         ])  # fmt: skip
-    head = ("drafter", "steps", "best step", "walk", "last loss", "a step", "TFLOP/s", "rows trained / held out")
+    head = ("drafter", "steps", "best step", "walk", "last loss", "a step", "context tokens/s", "TFLOP/s", "GPU memory")
+    head += ("rows trained / held out",)
     shown = figure(pictures, "curves") + figure(pictures, "throughput")
-    return shown + (table(head, rows, right=range(1, 8)) if rows else "")
+    return shown + (table(head, rows, right=range(1, 10)) if rows else "")
 
 
 def _speed(everyone: list[DrafterStory]) -> str:

@@ -35,7 +35,7 @@ from pipeline.interchange import read_checkpoint
 from pipeline.job import Job
 from pipeline.loader import Loader, rank_share
 from pipeline.loss import LossRule
-from pipeline.metrics import Metrics, step_flops
+from pipeline.metrics import Metrics, step_flops, told
 from pipeline.optimizer import Optimizer
 from pipeline.recipe import drafter_config
 from pipeline.validation import Walker, score_plans, summary
@@ -61,6 +61,7 @@ class Trainer:
         self.run, self.name, self.work, self.rank, self.world = run, name, work, rank, world
         self.host_group: dist.ProcessGroup | None = None
         self.profile: int | None = None
+        self.walked: tuple[int, float] | None = None  # step and acceptance of the newest validation
         self.device = torch.device(work.device)
         self.layout, self.settings = Layout.of(run), run.train_of(name)
         self.cache = Cache.open(run)
@@ -224,9 +225,12 @@ class Trainer:
                 self.step.update()
                 stepped()
                 done, last = step + 1, step + 1 == total
-                if done % train.log_every == 0 or last:
-                    bar.note = self._log(done, loader)
                 bar.advance(1)
+                if done % train.log_every == 0 or last:
+                    line = self._log(done, loader)
+                    speed = f"{1e3 * line['seconds_per_step']:.1f} ms/step"
+                    bar.note = f"loss {line['loss']:.4f}, slot 1 {line['accuracy'][0]:.2f}, {speed}"
+                    bar.tell(told(line, self.walked))
                 self._save_or_stop(done, last)
                 if done % train.checkpoint_every == 0 or done % train.validate_every == 0:
                     self._clock(done, loader)
@@ -254,8 +258,8 @@ class Trainer:
     def _clock(self, step: int, loader: Loader) -> None:
         self._since, self._since_step, self._since_wait = time.perf_counter(), step, loader.waited
 
-    def _log(self, done: int, loader: Loader) -> str:
-        """Fetch the sums of the interval (the host waits here), look for bad numbers, write a line."""
+    def _log(self, done: int, loader: Loader) -> dict[str, Any]:
+        """Fetch the sums of the interval (the host waits here), look for bad numbers, write a line; gives it back."""
         sums = self._over_ranks(self.step.take_sums())
         host = {name: value.cpu().numpy() for name, value in sums.items()}
         self.work.beat()
@@ -270,7 +274,8 @@ class Trainer:
             "lr": float(self.optimizer.lr),
             "accuracy": (host["hits"] / np.maximum(host["counts"], 1)).tolist(),
             "seconds_per_step": seconds / steps,
-            "tokens_per_s": int(host["counts"].sum()) / interval * steps / seconds,
+            "context_tokens_per_s": sum(map(self.plan.context_states, range(done - steps, done))) / seconds,
+            "labels_per_s": int(host["counts"].sum()) / interval * steps / seconds,
             "tflops": step_flops(self.config, self.shape, self.settings.batches_per_step) * steps / seconds / 1e12,
             "wait_share": (loader.waited - self._since_wait) / seconds,
             "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if self.device.type == "cuda" else None,
@@ -280,8 +285,7 @@ class Trainer:
         if self.rank == 0:
             self.metrics.write(line)
         self._clock(done, loader)
-        slots = line["accuracy"]
-        return f"loss {line['loss']:.4f}, slot 1 {slots[0]:.2f}, {line['seconds_per_step'] * 1e3:.1f} ms/step"
+        return line
 
     def _over_ranks(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         """Sums of all ranks; the gradient norm is the same on each."""
@@ -338,6 +342,7 @@ class Trainer:
             blocks = walker.blocks()
         result = summary(blocks, self.config.block_size)
         seconds = time.perf_counter() - begun
+        self.walked = (done, result["acceptance"])
         if self.rank == 0:
             self.metrics.write({"step": done, "validation": result, "seconds": seconds})
             acceptance, count = result["acceptance"], result["blocks"]
@@ -362,6 +367,8 @@ class Trainer:
             load_weights(self.drafter, weights, info.path)
             self._load_state(info, state)
             say(f"resuming from step {info.step}")
+            if info.acceptance is not None:
+                self.walked = (info.step, info.acceptance)
             return info.step
         return 0
 

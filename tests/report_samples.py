@@ -43,9 +43,10 @@ def write_training(run: Run, drafter: str, steps: int = 1400) -> None:
     for step in range(10, steps + 1, 10):
         share = 1 - math.exp(-4 * step / steps)
         accuracy = [rate * share * 0.92 ** (k - 1) for k in range(1, BLOCK)]
-        speed = {"seconds_per_step": 0.045, "tokens_per_s": 6e5 * noise.uniform(0.97, 1.0), "tflops": 310.0}
+        speed = {"seconds_per_step": 0.045, "context_tokens_per_s": 9e4 * noise.uniform(0.97, 1.0), "tflops": 310.0}
         loss = 5.5 - 3.4 * share + noise.gauss(0, 0.04)
         more = {"wait_share": noise.uniform(0, 0.03), "lr": 1e-3, "grad_norm": 1.0, "epoch": step // 234}
+        more |= {"labels_per_s": 6e5, "memory_gib": 22.25}
         lines.append({"step": step, "loss": loss, "accuracy": accuracy, **speed, **more})
         if step % 200 == 0:
             lines.append({"step": step, "validation": walk(rate * share), "seconds": 2.0})

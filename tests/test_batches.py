@@ -54,6 +54,13 @@ def test_an_epoch_ends_with_empty_batches_not_dropped_rows() -> None:
     assert sum(bool(batch.documents) for batch in batches) < 7
 
 
+def test_context_states_of_a_step_are_those_of_its_rows() -> None:
+    for settings in (SETTINGS, SETTINGS.model_copy(update={"batches_per_step": 7})):
+        plan = plan_of(settings)
+        for step in range(plan.total_steps):
+            assert plan.context_states(step) == sum(d.states for batch in plan.step(step) for d in batch.documents)
+
+
 def test_scale_is_one_over_the_weights_of_the_whole_step() -> None:
     plan = plan_of()
     for step in range(plan.total_steps):

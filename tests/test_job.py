@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -276,6 +277,44 @@ def test_progress_is_lines_where_there_is_no_terminal(
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("extract part-0001: 2/4 rows (50 %), ")
     assert lines[0].endswith("left; disk 3 %")
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_numbers_stand_in_one_line_in_ten_seconds_in_the_log_always(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, terminal: bool
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("pipeline.console.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("pipeline.console._has_terminal", lambda: terminal)
+    with job(run, "train", "base") as work, Progress(10_000, "train base", unit="steps") as bar:
+        for step in range(1, 3001):
+            clock[0] += 0.01
+            bar.advance(1, note="loss 2")
+            if step % 10 == 0:
+                bar.tell(f"loss 2, numbers of {step}")
+    lines = [line.partition(" train base: ")[2] for line in work.log.read_text().splitlines() if "train base: " in line]
+    assert [line.partition(" ")[0] for line in lines] == ["10/10000", "1010/10000", "2010/10000", "3000/10000"]
+    assert [line.rpartition("; ")[2] for line in lines] == [
+        f"loss 2, numbers of {step}" for step in (10, 1000, 2000, 3000)
+    ]  # fmt: skip
+    shown = capsys.readouterr().err
+    assert [f"numbers of {step}" in shown for step in (10, 1000, 3000)] == [not terminal, not terminal, True]
+
+
+def test_slow_steps_show_their_numbers_at_once_and_never_twice(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("pipeline.console.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    with Progress(30, "train base", unit="steps") as bar:
+        for step in range(1, 31):
+            clock[0] += 4.0
+            bar.advance(1, note="loss 2")
+            if step % 10 == 0:
+                bar.tell(f"numbers of {step}")
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[2] for line in lines if "numbers of" in line] == ["10/30", "20/30", "30/30"]
+    assert len({line for line in lines if "numbers of" in line}) == 3
 
 
 def test_a_status_file_that_is_not_one_counts_as_none(tmp_path: Path) -> None:

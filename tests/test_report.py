@@ -134,6 +134,7 @@ def test_numbers_are_those_of_the_files(finished: tuple[Run, str]) -> None:
     text = Page(html).text
     assert f"{body['pooled']['value']:.2f} {body['pooled']['low']:.2f} to {body['pooled']['high']:.2f}" in text
     assert "6.2 GiB" in text
+    assert re.search(r"base1400140.*45 ms8\d,\d{3}31022.2 GiB7,323 / 150", text)
     assert "756/768" in text
 
 
@@ -244,6 +245,15 @@ def test_a_damaged_file_is_named_and_the_rest_is_shown(tmp_path: Path) -> None:
 def test_a_line_torn_by_a_kill_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
     assert list(metrics_lines(tmp_path / "metrics.jsonl")) == [{"step": 1, "loss": 2.0}]
+
+
+def test_what_older_runs_did_not_count_is_a_gap(tmp_path: Path) -> None:
+    run = sample_run(tmp_path)
+    for drafter in DRAFTERS:
+        write_training(run, drafter, steps=20)
+        path = Layout.of(run).metrics(drafter)
+        path.write_text(path.read_text().replace("context_tokens_per_s", "tokens_per_s"))
+    assert "45 ms-31022.2 GiB" in Page(report(run, tmp_path)).text
 
 
 def test_a_run_without_benchmarks_and_with_odd_slots_is_drawn(tmp_path: Path) -> None:

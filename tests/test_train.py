@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from data.manifest import read_manifest
 from data.settings import Run, load_run
 from pipeline.checkpoint import choose, list_checkpoints, load_drafter
 from pipeline.decode import Answer, Engine, Prompt
-from pipeline.job import Job
+from pipeline.job import Job, job
 from pipeline.sampling import Sampling
 from pipeline.target import load_target
 from pipeline.trainer import Trainer
@@ -137,6 +138,36 @@ def test_overfitting_eight_rows_makes_decoding_accept_whole_blocks(successor: Ru
         assert list(answer.ids) == list(range(20 * number + PROMPT, 20 * number + PROMPT + LIMIT))
     lengths = [block.length for answer in answers for block in answer.blocks[:-1]]
     assert np.mean(lengths) >= 0.9 * 4
+
+
+def test_the_log_shows_everything_that_training_measures(
+    answered: tuple[Run, list[list[int]]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.console.LINE_SECONDS", 1000.0)
+    run = renamed(answered[0], "told", max_steps=12, validate_every=6, log_every=4)
+    with job(run, "train", "base") as work:
+        train_drafter(run, "base", work)
+    log, screen = work.log.read_text().splitlines(), capsys.readouterr().err.splitlines()
+    lines = [line for line in log if "loss" in line]
+    assert [line.split(" train base: ")[1].partition(" ")[0] for line in lines] == ["4/12", "12/12"], "first and last"
+    assert [line for line in screen if "loss" in line] == [f"train base | {line[21:]}" for line in lines]
+    assert re.search(
+        r"; epoch \d+, loss \d\.\d{4}, slots \d+ \d+ \d+ % right, validation acceptance \d\.\d{3} at step 6, "
+        r"[\d.]+ ms/step, [\d,]+ context tokens/s, [\d.e-]+ TFLOP/s, waiting for data: \d+ %$",
+        lines[-1],
+    )
+
+
+def test_rates_count_a_token_of_a_row_once_and_each_label(successor: Run) -> None:
+    run = renamed(successor, "rates", max_steps=4, log_every=2)
+    train(run)
+    plan = Trainer(run, "base", Job("train", "test")).plan
+    lines = [json.loads(line) for line in Layout.of(run).metrics("base").read_text().splitlines()]
+    for line, steps in zip([line for line in lines if "loss" in line], ((0, 1), (2, 3)), strict=True):
+        documents = [d for step in steps for batch in plan.step(step) for d in batch.documents]
+        seconds = 2 * line["seconds_per_step"]
+        assert line["context_tokens_per_s"] * seconds == pytest.approx(sum(d.states for d in documents))
+        assert line["labels_per_s"] * seconds == pytest.approx(sum(int(d.labels.sum()) for d in documents))
 
 
 def test_the_walk_is_what_the_decoder_accepts_block_by_block(answered: tuple[Run, list[list[int]]]) -> None:

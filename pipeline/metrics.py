@@ -1,4 +1,4 @@
-"""Where numbers of a training go: `metrics.jsonl` always, TensorBoard, W&B and trackio when asked for and installed.
+"""Numbers of a training: `metrics.jsonl`, and what people and loggers (`pipeline/loggers.py`) see of its lines.
 
 Rates of a line are those of its log interval, over all ranks: `context_tokens_per_s` counts tokens of rows that are
 there for blocks to see, each once an epoch; `labels_per_s` counts what slots had to say, so that a token counts in
@@ -7,17 +7,17 @@ every block that holds it.
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-from data.errors import BadInput
 from data.manifest import write_bytes
 from pipeline.batches import BatchShape
 from pipeline.console import say
 from pipeline.drafter import DrafterConfig
+from pipeline.loggers import Training, open_loggers
 
 
 def step_flops(config: DrafterConfig, shape: BatchShape, batches: int) -> float:
@@ -53,17 +53,26 @@ def told(line: Mapping[str, Any], walked: tuple[int, float] | None) -> str:
 
 
 class Metrics:
-    """Appends lines to `path` and mirrors scalars to the loggers."""
+    """Appends lines to `path` and mirrors their scalars to the loggers, until the end of a `with`."""
 
-    def __init__(self, path: Path, loggers: Sequence[str], folder: Path) -> None:
-        self.path, self.loggers, self.folder = path, loggers, folder
+    def __init__(self, path: Path, loggers: Sequence[str], training: Training) -> None:
+        """What `path` holds after the step that training goes on from is dropped: it comes again."""
+        self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.sinks = [sink for name in loggers if (sink := _sink(name, folder)) is not None]
+        self.loggers = open_loggers(loggers, training)
+        if path.exists():
+            self._rewind(training.step)
         self.file = path.open("a", encoding="utf-8")
 
-    def rewind(self, step: int) -> None:
-        """Drop lines after `step`: a resumed run writes them again."""
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.file.close()
+        for logger in self.loggers:
+            logger.close(failed=kind is not None)
+
+    def _rewind(self, step: int) -> None:
         kept = []
         for line in self.path.read_text(encoding="utf-8").splitlines():
             try:
@@ -74,17 +83,13 @@ class Metrics:
             if body["step"] <= step:
                 kept.append(line + "\n")
         write_bytes(self.path, "".join(kept).encode())
-        self.file = self.path.open("a", encoding="utf-8")
 
     def write(self, line: Mapping[str, Any]) -> None:
         self.file.write(json.dumps(line) + "\n")
         self.file.flush()
         scalars = _scalars(line)
-        for sink in self.sinks:
-            sink(scalars, line["step"])
-
-    def close(self) -> None:
-        self.file.close()
+        for logger in self.loggers:
+            logger.log(scalars, line["step"])
 
 
 def _scalars(line: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
@@ -98,19 +103,3 @@ def _scalars(line: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
         elif value is not None and name != "step":
             flat[prefix + name] = float(value)
     return flat
-
-
-def _sink(name: str, folder: Path) -> Any:
-    """A function (scalars, step), or None for TensorBoard where it is not installed."""
-    module = {"tensorboard": "torch.utils.tensorboard"}.get(name, name)
-    try:
-        library = importlib.import_module(module)
-    except ImportError:
-        if name == "tensorboard":
-            return None
-        raise BadInput(f"train.loggers: `{name}` is not installed: pip install 'draftmill[{name}]'") from None
-    if name == "tensorboard":
-        writer = library.SummaryWriter(folder / "tensorboard")
-        return lambda scalars, step: [writer.add_scalar(key, value, step) for key, value in scalars.items()]
-    library.init(project="draftmill", name=folder.name)
-    return lambda scalars, step: library.log(scalars, step=step)

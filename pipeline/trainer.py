@@ -10,7 +10,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from pipeline.head import TargetHead, load_head
 from pipeline.interchange import read_checkpoint
 from pipeline.job import Job
 from pipeline.loader import Loader, rank_share
+from pipeline.loggers import Training
 from pipeline.loss import LossRule
 from pipeline.metrics import Metrics, step_flops, told
 from pipeline.optimizer import Optimizer
@@ -166,26 +167,37 @@ class Trainer:
         self.build()
         start = self._resume()
         self._announce(start)
-        begun = time.monotonic()
-        self.step.prepare(self.settings.batches_per_step // self.world)
-        if self.step.mode != "eager":
-            say(f"compiled and captured in {time.monotonic() - begun:.1f} s: {len(self.step.graphs)} graphs")
-        loader = self._loader(start)
-        self.writer = CheckpointWriter(
-            self.layout.checkpoints(self.name), self.settings.keep_last, self.settings.keep_best
-        )
-        if self.rank == 0:  # one writer: the others' would replace its file
-            folder = self.layout.drafter(self.name)
-            self.metrics = Metrics(self.layout.metrics(self.name), self.settings.loggers, folder)
-            self.metrics.rewind(start)
-        loader.start()
-        try:
+        with ExitStack() as stack:
+            if self.rank == 0:  # one writer: the others' would replace its file
+                # Before the compilers, which take minutes: a logger that is missing or locked out is told at once.
+                self.metrics = stack.enter_context(
+                    Metrics(self.layout.metrics(self.name), self.settings.loggers, self._training(start))
+                )
+            begun = time.monotonic()
+            self.step.prepare(self.settings.batches_per_step // self.world)
+            if self.step.mode != "eager":
+                say(f"compiled and captured in {time.monotonic() - begun:.1f} s: {len(self.step.graphs)} graphs")
+            loader = self._loader(start)
+            self.writer = CheckpointWriter(
+                self.layout.checkpoints(self.name), self.settings.keep_last, self.settings.keep_best
+            )
+            stack.callback(loader.close)
+            loader.start()
             self._loop(start, loader)
-        finally:
-            loader.close()
-            if self.rank == 0:
-                self.metrics.close()
         self.writer.wait()
+
+    def _training(self, start: int) -> Training:
+        """What loggers show; nothing in it changes from one attempt to the next but the step."""
+        facts = {
+            "run": self.run.name,
+            "drafter": self.name,
+            "target": self.run.target.model,
+            "fingerprint": self.identity,
+            "rows": len(self.plan.rows),
+            "steps": self.plan.total_steps,
+            "settings": json.loads(shaping(self.run, "train", self.name)),
+        }
+        return Training(self.run.name, self.name, self.layout.drafter(self.name), facts, start)
 
     def _announce(self, start: int) -> None:
         plan, (states, blocks) = self.plan, self.plan.fill_shares()

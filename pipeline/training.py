@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -12,17 +13,32 @@ from data.settings import Run
 from pipeline.checkpoint import list_checkpoints
 from pipeline.console import say
 from pipeline.job import Job
+from pipeline.loggers import require
 from pipeline.trainer import Trainer
 
 
 def check(run: Run, name: str) -> None:
     """Before ranks start: refuse what needs no device (raises BadInput), and let all ranks see the same manifest."""
-    Trainer(run, name, Job("train", name))
+    trainer = Trainer(run, name, Job("train", name))
     _state(run, name).recover(Layout.of(run).train_manifest(name))
+    if not _is_current(trainer):
+        require(trainer.settings.loggers)
 
 
 def _state(run: Run, name: str) -> State:
     return State(Layout.of(run).drafter(name) / "state.json")
+
+
+def _last(state: State) -> dict[str, Any]:
+    """How the last attempt ended, and of which settings it was."""
+    return {name: value for name, value in state.read().items() if name in ("status", "fingerprint")}
+
+
+def _is_current(trainer: Trainer) -> bool:
+    """Whether these very settings are trained, and a checkpoint is left of it."""
+    layout, name = trainer.layout, trainer.name
+    finished = _last(_state(trainer.run, name)) == {"status": "done", "fingerprint": trainer.identity}
+    return finished and layout.train_manifest(name).exists() and len(list_checkpoints(layout.checkpoints(name))) > 0
 
 
 def train_drafter(run: Run, name: str, work: Job, rank: int = 0, world: int = 1, profile: int | None = None) -> None:
@@ -38,11 +54,14 @@ def train_drafter(run: Run, name: str, work: Job, rank: int = 0, world: int = 1,
     state, manifest = _state(run, name), layout.train_manifest(name)
     if world == 1:
         state.recover(manifest)
-    before = {name: value for name, value in state.read().items() if name in ("status", "fingerprint")}
-    finished = before == {"status": "done", "fingerprint": trainer.identity} and manifest.exists()
-    if finished and list_checkpoints(layout.checkpoints(name)):
+    if _is_current(trainer):
         say(f"drafter `{name}` is trained and current")
+        if profile is not None:
+            say(f"--profile: no step is left to record; delete {manifest} to train again, or name another drafter")
         return
+    if rank == 0:
+        require(trainer.settings.loggers)
+    before = _last(state)
     if world > 1:
         trainer.host_group = dist.new_group(backend="gloo")
         dist.barrier(group=trainer.host_group)  # all have looked before the first changes anything

@@ -55,7 +55,7 @@ def command(
             )
             launch = ["--nnodes", str(nnodes), "--node-rank", str(node_rank), *endpoint]
             label = drafter if nnodes == 1 else f"{drafter}.node{node_rank}"
-            _launch(run, run_file, drafter, label, gpus // nnodes, launch)
+            _launch(run, run_file, drafter, label, gpus // nnodes, launch, profile)
 
 
 def _require_cache(run: Run) -> None:
@@ -94,7 +94,7 @@ def _rank(run: Run, name: str, profile: int | None) -> None:
         dist.destroy_process_group()
 
 
-def _launch(run: Run, run_file: str, name: str, label: str, ranks: int, launch: list[str]) -> None:
+def _launch(run: Run, run_file: str, name: str, label: str, ranks: int, launch: list[str], profile: int | None) -> None:
     """Lease devices and run the ranks; their exit becomes this process's. torchrun holds the lease too."""
     from pipeline.job import job
 
@@ -104,6 +104,7 @@ def _launch(run: Run, run_file: str, name: str, label: str, ranks: int, launch: 
         check(run, name)
         command = [sys.executable, "-m", "torch.distributed.run", *launch, "--nproc-per-node", str(ranks)]
         command += ["-m", "stages.cli", "train", run_file, "--drafter", name]
+        command += [] if profile is None else ["--profile", str(profile)]
         environment = os.environ | work.lease.environment()
         code = _wait(subprocess.Popen(command, env=environment, pass_fds=work.lease.descriptors), work)
         if code == 0:

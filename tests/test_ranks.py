@@ -29,6 +29,7 @@ from pipeline.checkpoint import CheckpointInfo, choose, list_checkpoints, load_d
 from pipeline.interchange import open_checkpoint, tensor_shapes
 from pipeline.job import Job
 from pipeline.training import train_drafter
+from stages.cli import exit_code
 from stages.export import command as export
 from tests.test_train import cached, token_row, write_run
 
@@ -113,6 +114,21 @@ def outcome(run: Run) -> tuple[dict[str, torch.Tensor], list[tuple[int, float]]]
     drafter = load_drafter(choose(layout.checkpoints("base"), "last")[0].path, "cpu", torch.float32)
     lines = [json.loads(line) for line in layout.metrics("base").read_text().splitlines()]
     return dict(drafter.named_parameters()), [(m["step"], m["loss"]) for m in lines if "loss" in m]
+
+
+def test_ranks_are_told_to_profile(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+
+    class Ranks:
+        def __init__(self, command: list[str], **_: Any) -> None:
+            commands.append(command)
+
+        def wait(self, timeout: float) -> int:
+            return 0
+
+    monkeypatch.setattr(subprocess, "Popen", Ranks)
+    assert exit_code(["train", str(run_file(base, "told", 2)), "--profile", "3"]) == 0
+    assert commands[0][-4:] == ["--drafter", "base", "--profile", "3"]
 
 
 def test_a_killed_rank_ends_the_run_with_its_checkpoints(pair: Pair) -> None:

@@ -6,7 +6,9 @@ import json
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,11 +23,12 @@ from data.manifest import read_manifest
 from data.settings import Run, load_run
 from pipeline.checkpoint import choose, list_checkpoints, load_drafter
 from pipeline.decode import Answer, Engine, Prompt
+from pipeline.graphs import Step
 from pipeline.job import Job, job
 from pipeline.sampling import Sampling
 from pipeline.target import load_target
 from pipeline.trainer import Trainer
-from pipeline.training import train_drafter
+from pipeline.training import check, train_drafter
 from pipeline.validation import Walker
 from stages.extract import command as extract
 from stages.prepare import command as prepare
@@ -236,6 +239,45 @@ def test_interrupted_training_gives_the_same_bits(successor: Run, accumulate: in
         for r in (straight, broken)
     ]
     assert losses[0] == losses[1]
+
+
+def test_a_logger_that_is_missing_or_locked_out_is_told_before_the_compilers_start(
+    successor: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: Any) -> None:
+        raise AssertionError("compiled")
+
+    def locked_out(**_: Any) -> None:
+        raise RuntimeError("no login")
+
+    run = renamed(successor, "unlogged", loggers=["wandb"], max_steps=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(Step, "prepare", never)
+        patch.setitem(sys.modules, "wandb", None)
+        for refuse in (lambda: train(run), lambda: check(run, "base")):
+            with pytest.raises(BadInput, match="pip install wandb"):
+                refuse()
+        assert not Layout.of(run).drafter("base").exists()
+        patch.setitem(sys.modules, "wandb", SimpleNamespace(init=locked_out))
+        with pytest.raises(BadInput, match="wandb login"):
+            train(run)
+    train(renamed(successor, "unlogged", max_steps=2))
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    train(run)  # it is finished: nobody needs the logger any more
+    check(run, "base")
+
+
+def test_a_profile_is_a_trace_of_the_steps_that_were_asked_for(
+    successor: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = renamed(successor, "profiled", max_steps=5)
+    train_drafter(run, "base", Job("train", "test"), profile=2)
+    trace = json.loads((Layout.of(run).drafter("base") / "trace-rank0.json").read_text())
+    steps = {event["name"] for event in trace["traceEvents"] if event["name"].startswith("ProfilerStep")}
+    assert steps == {"ProfilerStep#2", "ProfilerStep#3"}
+    assert "profiler trace of 2 steps" in capsys.readouterr().err
+    train_drafter(run, "base", Job("train", "test"), profile=2)
+    assert "--profile: no step is left to record; delete " in capsys.readouterr().err
 
 
 def test_a_torn_checkpoint_is_passed_over(successor: Run, capsys: pytest.CaptureFixture[str]) -> None:

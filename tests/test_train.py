@@ -29,7 +29,9 @@ from pipeline.sampling import Sampling
 from pipeline.target import load_target
 from pipeline.trainer import Trainer
 from pipeline.training import check, train_drafter
+from pipeline.trial import try_step
 from pipeline.validation import Walker
+from stages.cli import exit_code
 from stages.extract import command as extract
 from stages.prepare import command as prepare
 
@@ -381,6 +383,50 @@ def test_warm_start_begins_where_the_other_ended(successor: Run, tmp_path: Path)
     found = train(warm)
     for name, tensor in weights.items():
         assert torch.allclose(found[name], tensor.bfloat16().float(), atol=1e-6), name
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_doctor_tries_a_step_and_writes_nothing(
+    successor: Run,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    equal: bool,
+) -> None:
+    """On a CPU there is nothing to compile or capture: the step runs twice, eagerly."""
+    if not equal:
+        monkeypatch.setattr(torch, "equal", lambda a, b: False)
+    run = renamed(successor, f"tried-{equal}", batches_per_step=3)
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(run.model_dump(mode="json", by_alias=True, exclude_unset=True)))
+    assert exit_code(["doctor", "--train", "--json", str(path)]) == int(not equal)
+    train_base, *modes = json.loads(capsys.readouterr().out)
+    assert (train_base["name"], train_base["status"]) == ("train base", "ok" if equal else "failure")
+    assert re.fullmatch(
+        r"eager: 0 graphs, compiled in 0\.0 s, a step in [\d.]+ ms, 0\.0 GiB, loss [\d.]+, "
+        rf"replay {'equals' if equal else 'DIFFERS FROM'} the same step run plainly",
+        train_base["found"],
+    )
+    assert ("train.graphs: compile" in train_base["remedy"]) == (not equal)
+    assert {check["name"] for check in modes} >= {"mode default", "mode max-autotune"}
+    assert not run.folder.exists()
+
+
+def test_doctor_tries_steps_of_a_run_with_a_cache_only(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert exit_code(["doctor", "--train"]) == 2
+    assert "needs a run file whose cache is made" in capsys.readouterr().err
+    path = write_run(tmp_path, "blank", "tiny-successor:1", [token_row(0, [1] * 20)])
+    assert exit_code(["doctor", "--train", str(path)]) == 2
+    assert "part-0000.json does not exist: run `draftmill extract` first" in capsys.readouterr().err
+
+
+def test_a_trials_first_step_is_trainings(successor: Run) -> None:
+    run = renamed(successor, "first-step", batches_per_step=3, max_steps=1, log_every=1)
+    trial = try_step(run, "base", Job("doctor", ""))
+    train(run)
+    (line,) = map(json.loads, Layout.of(run).metrics("base").read_text().splitlines())
+    assert trial.loss == line["loss"]
+    assert (trial.drafter, trial.mode, trial.equal) == ("base", "eager", True)
 
 
 def export_folder(export: Any, run: Run, folder: Path) -> Path:

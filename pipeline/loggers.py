@@ -33,9 +33,8 @@ class Training:
     config: Mapping[str, Any]
     step: int
 
-    @property
     def id(self) -> str:
-        """The same for every attempt at this training."""
+        """The same for every attempt at this training; made by the first, and kept in its folder."""
         path = self.folder / "loggers.json"
         if not path.exists():
             write_json(path, {"id": secrets.token_hex(4)})
@@ -72,7 +71,7 @@ class WeightsAndBiases:
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             group=training.run,
             name=f"{training.run}-{training.drafter}",
-            id=training.id,
+            id=training.id(),
             resume="allow",
             config=dict(training.config),
             dir=str(training.folder),
@@ -92,7 +91,7 @@ class Trackio:
 
     def __init__(self, library: Any, training: Training) -> None:
         self.library = library
-        name = f"{training.run}-{training.drafter}-{training.id}"
+        name = f"{training.run}-{training.drafter}-{training.id()}"
         library.init(project=PROJECT, name=name, config=dict(training.config), resume="allow")
 
     def log(self, scalars: Mapping[str, float], step: int) -> None:
@@ -105,7 +104,7 @@ class Trackio:
 KINDS = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "trackio": Trackio}
 
 
-def library(name: str) -> Any:
+def package_of(name: str) -> Any:
     """A logger's package; None for TensorBoard where it is not installed, since it is asked for by default.
 
     Raises BadInput for another that is not installed.
@@ -123,7 +122,7 @@ def library(name: str) -> Any:
 def require(names: Sequence[str]) -> None:
     """Raises BadInput for a logger that is asked for and not installed."""
     for name in names:
-        library(name)
+        package_of(name)
 
 
 def open_loggers(names: Sequence[str], training: Training) -> list[Logger]:
@@ -131,7 +130,7 @@ def open_loggers(names: Sequence[str], training: Training) -> list[Logger]:
 
     Raises BadInput for one that is not installed or cannot start (W&B without a login).
     """
-    found = [(name, package) for name in names if (package := library(name)) is not None]
+    found = [(name, package) for name in names if (package := package_of(name)) is not None]
     return [_open(name, package, training) for name, package in found]
 
 

@@ -111,8 +111,8 @@ def read_benchmarks(run: Run, request: Request) -> dict[str, list[BenchmarkPromp
 
 
 def planned(run: Run, request: Request) -> Iterator[Plan]:
-    """What is to be measured; lacking checkpoints are said here, before the device is taken."""
-    from pipeline.checkpoint import choose, load_config
+    """What is to be measured; lacking and damaged checkpoints are said here, before the device is taken."""
+    from pipeline.checkpoint import WEIGHTS, choose, load_config, require_sound
 
     if request.drafter_path is not None:
         name = path_name(request.drafter_path)
@@ -123,6 +123,7 @@ def planned(run: Run, request: Request) -> Iterator[Plan]:
         trained = read_manifest(layout.train_manifest(drafter), "drafter")
         chosen = choose(layout.checkpoints(drafter), request.checkpoint or run.eval.checkpoints)
         for info in chosen:
+            require_sound(info.path, WEIGHTS)
             trained_block = load_config(info.path).block_size
             if request.block_size is not None and request.block_size > trained_block:
                 raise BadInput(f"block size {request.block_size} is not between 2 and the drafter's {trained_block}")

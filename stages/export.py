@@ -82,10 +82,8 @@ def command(run_file: str, drafter: str | None, check: bool, check_python: str, 
 
 def export(run: Run, name: str, request: Request) -> Path:
     """Write one drafter's folder and print how to serve it."""
-    from safetensors.torch import load_file
-
     from pipeline.card import FLOAT8, serving_lines, write_card
-    from pipeline.checkpoint import WEIGHTS, choose, load_config
+    from pipeline.checkpoint import choose, load_config, read_weights
     from pipeline.console import say
     from pipeline.interchange import write_union
 
@@ -95,6 +93,7 @@ def export(run: Run, name: str, request: Request) -> Path:
     config = load_config(chosen.path)
     remedy = "the checkpoint and train.json belong to different trainings: run `draftmill train` again"
     require_equal(chosen.path, config.record(), trained["config"], remedy)
+    weights = read_weights(chosen.path)
     target = target_info(run, trained["head"])
     folder = request.to or layout.export(name)
     evaluations = list(_evaluations(layout, name))
@@ -104,7 +103,7 @@ def export(run: Run, name: str, request: Request) -> Path:
     write_union(
         folder,
         config,
-        load_file(chosen.path / WEIGHTS),
+        weights,
         target,
         request.form,  # type: ignore[arg-type]
         request.dtype,

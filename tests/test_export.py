@@ -28,6 +28,7 @@ from pipeline.interchange import open_checkpoint
 from pipeline.interchange_config import TargetInfo
 from pipeline.target import Target
 from stages import export, import_
+from tests.interchange_samples import change_a_byte
 
 Trained = tuple[Path, Run]
 
@@ -152,6 +153,21 @@ def test_a_checkpoint_of_another_training_is_refused_by_field(trained: Trained) 
     body["config"]["target_layer_ids"] = [1, 2]
     manifest.write_text(json.dumps(body))
     assert "target_layer_ids" in str(call(export.command, trained[0]).exception)
+
+
+@pytest.mark.parametrize("name", ["drafter.safetensors", "config.json"])
+def test_a_damaged_checkpoint_is_refused_by_file_and_the_remedies_work(trained: Trained, name: str) -> None:
+    path, run = trained
+    best = Layout.of(run).checkpoints("base") / "step-000002"
+    change_a_byte(best / name)
+    refused = call(export.command, path).exception
+    assert isinstance(refused, BadInput)
+    assert str(best / name) in str(refused)
+    assert not Layout.of(run).export("base").exists()
+    assert call(export.command, path, "--checkpoint", "last").exception is None
+    shutil.rmtree(best)
+    assert call(export.command, path).exception is None
+    assert json.loads(Layout.of(run).export_manifest("base").read_text())["step"] == 4
 
 
 def test_check_prints_a_table_and_asks_transformers(trained: Trained) -> None:

@@ -369,7 +369,7 @@ class Trainer:
             return 0
         if info.meta.get("fingerprint") != self.identity:
             raise BadInput(
-                f"{info.path} belongs to other settings: `draftmill clean` it, or give the drafter a new name"
+                f"{info.path} belongs to other settings: delete {folder} to train anew, or give the drafter a new name"
             )
         load_weights(self.drafter, read_weights(info.path), info.path)
         self._load_state(info, read_optimizer(info.path))

@@ -260,6 +260,19 @@ def test_finished_training_without_a_sound_checkpoint_is_done_again(
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
+def test_checkpoints_of_other_settings_are_not_gone_on_with_and_the_remedy_works(successor: Run) -> None:
+    """Nothing says whose they are once `state.json` is gone, as when a folder was copied: else they are set aside."""
+    train(renamed(successor, "moved", max_steps=2))
+    changed = renamed(successor, "moved", max_steps=2, seed=9)
+    layout, identity = Layout.of(changed), Trainer(changed, "base", Job("train", "test")).identity
+    (layout.drafter("base") / "state.json").unlink()
+    with pytest.raises(BadInput, match=f"belongs to other settings.* delete {layout.checkpoints('base')} to train"):
+        train(changed)
+    shutil.rmtree(layout.checkpoints("base"))
+    train(changed)
+    assert read_manifest(layout.train_manifest("base"), "drafter")["fingerprint"] == identity
+
+
 def test_bad_states_stop_training_with_step_row_and_parameter(successor: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     original = Cache.read_states
 

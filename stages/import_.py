@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from data.errors import BadInput
+from pipeline.interchange_folder import destination
 
 if TYPE_CHECKING:
     from pipeline.interchange import Checkpoint
@@ -34,14 +35,15 @@ def command(checkpoint: str, to: Path | None, target: str | None, target_layers:
     """Turn somebody else's drafter into one of ours."""
     from pipeline.interchange import open_checkpoint
 
+    folder = None if to is None else destination(to)
     read = open_checkpoint(checkpoint, target_layers)
     for key, value in described(read).items():
         click.echo(f"{key:<20} {value}")
-    if to is None:
+    if folder is None:
         return
     info = named(read.target, target, checkpoint)
-    write(read, info, to)
-    click.echo(f"written to {to}: use it as train.warm_start, with `draftmill eval --drafter-path`, or serve it")
+    write(read, info, folder)
+    click.echo(f"written to {folder}: use it as train.warm_start, with `draftmill eval --drafter-path`, or serve it")
 
 
 def described(read: Checkpoint) -> dict[str, Any]:

@@ -170,6 +170,65 @@ def test_a_damaged_checkpoint_is_refused_by_file_and_the_remedies_work(trained: 
     assert json.loads(Layout.of(run).export_manifest("base").read_text())["step"] == 4
 
 
+@pytest.mark.parametrize("verb", ["export", "import"])
+@pytest.mark.parametrize(
+    ("to", "says"),
+    [
+        ("notes", "is neither empty nor an export"),
+        ("theirs", "is neither empty nor an export"),
+        ("prepared", "is neither empty nor an export"),
+        ("notes/a.txt", "is a file"),
+        ("notes/a.txt/below", "notes/a.txt is a file"),
+        (".", "runs in: name a folder inside it"),
+        ("", "runs in: name a folder inside it"),
+        ("..", "runs in: name a folder inside it"),
+        ("/", "a mount point"),
+    ],
+)
+def test_nobodys_files_are_replaced(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, to: str, says: str
+) -> None:
+    """Refused before anything is read: neither the checkpoint that was to be imported nor the drafter is there."""
+    shutil.rmtree(Layout.of(trained[1]).drafter("base"))
+    for name in ("notes/a.txt", "theirs/model.safetensors", "prepared/.hidden"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("mine")
+    publish(tmp_path / "prepared" / "draftmill.json", "accounting", {})
+    monkeypatch.chdir(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    asked = (export.command, trained[0], "--drafter", "base") if verb == "export" else (import_.command, "no/such")
+    refused = call(*asked, "--to", to).exception
+    assert isinstance(refused, BadInput)
+    assert str(refused).startswith(f"--to {Path(to)}: ")
+    assert says in str(refused)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("to", ["new/deep", "empty", "export", "link"])
+def test_what_nobody_misses_is_replaced(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    Path("link").symlink_to("export")
+    options = ("--drafter", "base", "--to")
+    assert call(export.command, trained[0], "--checkpoint", "last", *options, "export").exception is None
+    manifest = Path("export/draftmill.json")
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": -1}))  # of an older version
+    done = call(export.command, trained[0], *options, to)
+    assert done.exception is None, done.exception
+    assert open_checkpoint(to).manifest["step"] == 2
+    assert Path("link").is_symlink()
+
+
+def test_the_runs_own_folder_is_replaced_although_snakemake_deleted_its_manifest(trained: Trained) -> None:
+    manifest = Layout.of(trained[1]).export_manifest("base")
+    assert call(export.command, trained[0], "--checkpoint", "last").exception is None
+    manifest.unlink()
+    assert call(export.command, trained[0]).exception is None
+    assert json.loads(manifest.read_text())["step"] == 2
+
+
 def test_check_prints_a_table_and_asks_transformers(trained: Trained) -> None:
     done = call(export.command, trained[0], "--check")
     assert done.exception is None, done.exception

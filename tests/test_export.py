@@ -24,11 +24,11 @@ from pipeline.card import FLOAT8, serving_lines, write_card
 from pipeline.checkpoint import CheckpointWriter
 from pipeline.drafter import Drafter, DrafterConfig, initialise
 from pipeline.head import save_head
-from pipeline.interchange import open_checkpoint
+from pipeline.interchange import open_checkpoint, write_union
 from pipeline.interchange_config import TargetInfo
 from pipeline.target import Target
 from stages import export, import_
-from tests.interchange_samples import change_a_byte
+from tests.interchange_samples import change_a_byte, tiny_config, tiny_target_info, tiny_tensors
 
 Trained = tuple[Path, Run]
 
@@ -263,6 +263,29 @@ def test_import_describes_and_rewrites_byte_for_byte(trained: Trained, tmp_path:
     assert "4 (3 drafted tokens)" in done.output
     for name in ("model.safetensors", "config.json"):
         assert (folder / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+
+
+@pytest.mark.parametrize("form", ["union", "zlab", "speculators"])
+def test_import_writes_every_form_that_export_writes(trained: Trained, tmp_path: Path, form: str) -> None:
+    call(export.command, trained[0], "--drafter", "base", "--dtype", "float32", "--to", tmp_path / "union")
+    for name, dtype in (("same", ()), ("narrow", ("--dtype", "bfloat16"))):
+        own = (trained[0], "--drafter", "base", "--to", tmp_path / "own", *(dtype or ("--dtype", "float32")))
+        assert call(export.command, *own, "--format", form).exception is None
+        done = call(import_.command, tmp_path / "union", "--to", tmp_path / name, "--format", form, *dtype)
+        assert done.exception is None, done.exception
+        for file in ("model.safetensors", "config.json"):
+            assert (tmp_path / "own" / file).read_bytes() == (tmp_path / name / file).read_bytes()
+    card = (tmp_path / "narrow" / "README.md").read_text()
+    assert "| weights stored as | bfloat16 |" in card
+    assert ("SGLang:" in card) == (form != "speculators")
+
+
+def test_import_refuses_a_form_that_the_drafter_has_not(tmp_path: Path) -> None:
+    config = tiny_config(layer_types=("sliding_attention", "full_attention"), sliding_window=9)
+    write_union(tmp_path / "sliding", config, tiny_tensors(config), tiny_target_info())
+    refused = call(import_.command, tmp_path / "sliding", "--to", tmp_path / "to", "--format", "speculators")
+    assert "have no `speculators` form" in str(refused.exception)
+    assert not (tmp_path / "to").exists()
 
 
 def test_import_asks_for_the_target_that_a_checkpoint_does_not_name(trained: Trained, tmp_path: Path) -> None:

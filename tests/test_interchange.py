@@ -74,7 +74,7 @@ def test_round_trip_of_a_union_is_byte_identical(
     if not with_manifest:
         (tmp_path / "e" / "draftmill.json").unlink()
     first = open_checkpoint(tmp_path / "e")
-    import_.write(first, first.target, tmp_path / "again")
+    import_.write(first, first.target, tmp_path / "again", "union", None)
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "e" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
 

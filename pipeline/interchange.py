@@ -50,7 +50,7 @@ class Checkpoint:
         """What the checkpoint says of its target; the name is empty when it does not say."""
         return target_from_config(self.raw, self.config)
 
-    def drafter(self, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Drafter:
+    def drafter(self, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> Drafter:
         """The module with these weights."""
         drafter = Drafter(self.config)
         drafter.load_state_dict(self.tensors, strict=True)

@@ -189,18 +189,14 @@ def load_subject(
 ) -> Subject:
     """A checkpoint's drafter, checked against the target."""
     from pipeline.checkpoint import load_drafter
-    from pipeline.drafter import Drafter
     from pipeline.evaluation import Subject, fit
-    from pipeline.interchange import read_checkpoint
+    from pipeline.interchange import open_checkpoint
 
     target = evaluation.target
     if plan.trained is not None:
         drafter = load_drafter(path, target.device, target.dtype)
     else:
-        config, tensors = read_checkpoint(str(path), target.layers)
-        drafter = Drafter(config)
-        drafter.load_state_dict(tensors, strict=True)
-        drafter = drafter.to(target.device, target.dtype).eval().requires_grad_(False)
+        drafter = open_checkpoint(str(path), target.layers).drafter(target.device, target.dtype)
     fit(drafter, target, str(path))
     own = plan.trained is not None
     return Subject(

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from data.layout import Layout
 from data.manifest import State, publish
 from data.settings import Run
-from pipeline.checkpoint import list_checkpoints
+from pipeline.checkpoint import CONFIG, WEIGHTS, newest_sound
 from pipeline.console import say
 from pipeline.job import Job
 from pipeline.trainer import Trainer
@@ -28,7 +28,7 @@ def _state(run: Run, name: str) -> State:
 def train_drafter(run: Run, name: str, work: Job, rank: int = 0, world: int = 1, profile: int | None = None) -> None:
     """Train drafter `name` on one rank of `world`, to `train.json`.
 
-    Finished work of the same settings is left alone; when its manifest is gone (a forced re-run), no whole checkpoint
+    Finished work of the same settings is left alone; when its manifest is gone (a forced re-run), no sound checkpoint
     is left of it, or its settings were others, it is set aside. `profile`: write a profiler trace of that many steps to
     the drafter's folder.
     """
@@ -40,7 +40,7 @@ def train_drafter(run: Run, name: str, work: Job, rank: int = 0, world: int = 1,
         state.recover(manifest)
     before = {name: value for name, value in state.read().items() if name in ("status", "fingerprint")}
     finished = before == {"status": "done", "fingerprint": trainer.identity} and manifest.exists()
-    if finished and list_checkpoints(layout.checkpoints(name)):
+    if finished and newest_sound(layout.checkpoints(name), (WEIGHTS, CONFIG)):
         say(f"drafter `{name}` is trained and current")
         return
     if world > 1:

@@ -111,8 +111,8 @@ def read_benchmarks(run: Run, request: Request) -> dict[str, list[BenchmarkPromp
 
 
 def planned(run: Run, request: Request) -> Iterator[Plan]:
-    """What is to be measured; lacking checkpoints are said here, before the device is taken."""
-    from pipeline.checkpoint import choose, load_config
+    """What is to be measured; lacking and damaged checkpoints are said here, before the device is taken."""
+    from pipeline.checkpoint import WEIGHTS, choose, load_config, require_sound
 
     if request.drafter_path is not None:
         name = path_name(request.drafter_path)
@@ -123,6 +123,7 @@ def planned(run: Run, request: Request) -> Iterator[Plan]:
         trained = read_manifest(layout.train_manifest(drafter), "drafter")
         chosen = choose(layout.checkpoints(drafter), request.checkpoint or run.eval.checkpoints)
         for info in chosen:
+            require_sound(info.path, WEIGHTS)
             trained_block = load_config(info.path).block_size
             if request.block_size is not None and request.block_size > trained_block:
                 raise BadInput(f"block size {request.block_size} is not between 2 and the drafter's {trained_block}")
@@ -188,18 +189,14 @@ def load_subject(
 ) -> Subject:
     """A checkpoint's drafter, checked against the target."""
     from pipeline.checkpoint import load_drafter
-    from pipeline.drafter import Drafter
     from pipeline.evaluation import Subject, fit
-    from pipeline.interchange import read_checkpoint
+    from pipeline.interchange import open_checkpoint
 
     target = evaluation.target
     if plan.trained is not None:
         drafter = load_drafter(path, target.device, target.dtype)
     else:
-        config, tensors = read_checkpoint(str(path), target.layers)
-        drafter = Drafter(config)
-        drafter.load_state_dict(tensors, strict=True)
-        drafter = drafter.to(target.device, target.dtype).eval().requires_grad_(False)
+        drafter = open_checkpoint(str(path), target.layers).drafter(target.device, target.dtype)
     fit(drafter, target, str(path))
     own = plan.trained is not None
     return Subject(

@@ -29,6 +29,7 @@ from pipeline.target import Target, target_record
 from pipeline.template import template_record
 from stages.cli import exit_code
 from tests.benchmarks.reference import COLUMNS, markdown, of_runs
+from tests.interchange_samples import change_a_byte
 
 B = 4
 PROMPTS = [
@@ -220,6 +221,17 @@ def test_a_drafter_for_another_target_is_refused_with_both_numbers(
     file = trained(drafter=tiny_drafter(width=32))
     assert exit_code(["eval", str(file)]) == 2
     assert "width 32, this target has 64" in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_is_refused_before_the_target_is_loaded(
+    trained: Callable[..., Path], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = trained()
+    weights = file.parent / "runs" / "evaluated" / "drafters" / "base" / "checkpoints" / "step-000040"
+    change_a_byte(weights / "drafter.safetensors")
+    monkeypatch.setattr("pipeline.target.load_target", None)
+    assert exit_code(["eval", str(file)]) == 2
+    assert f"{weights / 'drafter.safetensors'} has another crc32c" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

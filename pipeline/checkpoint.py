@@ -1,7 +1,8 @@
 """Checkpoints of a drafter: `step-000400/` with weights, optimizer, configuration, and `meta.json` written last.
 
-A folder without a `meta.json` that fits its files does not exist. Weights are the float32 masters under the names of
-released checkpoints. Saving costs the step one copy to the host; a thread writes the rest.
+A folder without a `meta.json` that fits its files does not exist, and no file is read before its checksum was compared.
+Weights are the float32 masters under the names of released checkpoints. Saving costs the step one copy to the host; a
+thread writes the rest.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from pipeline.console import say
 from pipeline.drafter import Drafter, DrafterConfig
 
 WEIGHTS, OPTIMIZER, CONFIG, META = "drafter.safetensors", "optimizer.safetensors", "config.json", "meta.json"
+FILES = (WEIGHTS, OPTIMIZER, CONFIG)
+"""What `meta.json` records."""
 
 
 @dataclass(frozen=True)
@@ -60,14 +63,16 @@ def _meta(path: Path) -> dict[str, Any] | None:
     if not re.fullmatch(r"step-\d{6,}", path.name) or not (path / META).is_file():
         return None
     try:
-        meta = read_json(path / META, "")
+        with understood(path / META, ""):
+            meta = read_json(path / META, "")
+            sizes = {path / name: _record(meta, name)["bytes"] for name in FILES}
     except BadInput:
         return None
-    files = meta.get("files", [])
-    whole = files and all(
-        (path / f["path"]).is_file() and (path / f["path"]).stat().st_size == f["bytes"] for f in files
-    )
-    return meta if whole else None
+    return meta if all(file.is_file() and file.stat().st_size == size for file, size in sizes.items()) else None
+
+
+def _record(meta: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    return {file["path"]: file for file in meta["files"]}[name]
 
 
 def choose(folder: Path, which: str) -> list[CheckpointInfo]:
@@ -93,19 +98,51 @@ def choose(folder: Path, which: str) -> list[CheckpointInfo]:
     return named
 
 
+def damage(path: Path, names: Sequence[str]) -> str:
+    """The first of a checkpoint's files `names` that is not what its `meta.json` records; empty when all are."""
+    meta = _meta(path)
+    if meta is None:
+        return f"{path} is not a complete checkpoint"
+    for name in names:
+        if crc32c(path / name) != _record(meta, name).get("crc32c"):
+            return f"{path / name} has another crc32c than its {META} says"
+    return ""
+
+
+def require_sound(path: Path, *names: str) -> None:
+    """Refuse a checkpoint of which one of the files `names` was changed.
+
+    Raises BadInput naming the file.
+    """
+    if found := damage(path, names):
+        raise BadInput(f"{found}: {_remedy(path)}")
+
+
+def _remedy(path: Path) -> str:
+    return (
+        f"choose another with --checkpoint, or delete {path} to do with the others; once none is sound, "
+        "`draftmill train` trains again"
+    )
+
+
 def load_config(path: Path) -> DrafterConfig:
-    """A checkpoint's configuration."""
-    return DrafterConfig.from_record(read_json(path / CONFIG, "the checkpoint is damaged; delete its folder"))
+    """A checkpoint's configuration.
+
+    Raises BadInput when it is damaged.
+    """
+    require_sound(path, CONFIG)
+    with understood(path / CONFIG, _remedy(path)):
+        return DrafterConfig.from_record(read_json(path / CONFIG, _remedy(path)))
 
 
 def load_drafter(path: Path, device: str | torch.device, dtype: torch.dtype) -> Drafter:
     """A checkpoint's drafter, ready to draft.
 
-    Raises BadInput when weights are missing, renamed or of other shapes.
+    Raises BadInput when a file is damaged, and when weights are missing, renamed or of other shapes.
     """
-    with understood(path, "the checkpoint is damaged; delete its folder"):
+    with understood(path, _remedy(path)):
         drafter = Drafter(load_config(path))
-    load_weights(drafter, _tensors(path, WEIGHTS), path / WEIGHTS)
+    load_weights(drafter, read_weights(path), path / WEIGHTS)
     return drafter.to(device=device, dtype=dtype).eval().requires_grad_(False)
 
 
@@ -127,33 +164,37 @@ def load_weights(drafter: Drafter, tensors: Mapping[str, Tensor], source: Path) 
             parameter.copy_(tensors[name])
 
 
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Weights of a checkpoint, float32.
+
+    Raises BadInput when they are damaged.
+    """
+    return _tensors(path, WEIGHTS)
+
+
+def read_optimizer(path: Path) -> dict[str, Tensor]:
+    """The optimizer's tensors and the sums of a checkpoint.
+
+    Raises BadInput when they are damaged.
+    """
+    return _tensors(path, OPTIMIZER)
+
+
 def _tensors(path: Path, name: str) -> dict[str, Tensor]:
+    require_sound(path, name)
     try:
         return load_file(path / name)
-    except (OSError, SafetensorError) as error:
-        raise BadInput(f"{path / name}: damaged ({error}); delete the folder to fall back to the one before") from None
+    except SafetensorError as error:
+        raise BadInput(f"{path / name}: not a whole safetensors file ({error}): {_remedy(path)}") from None
 
 
-def load_state(info: CheckpointInfo) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Weights and optimizer tensors of a checkpoint, checksums compared.
-
-    Raises BadInput when a file was changed.
-    """
-    for file in info.meta["files"]:
-        if crc32c(info.path / file["path"]) != file["crc32c"]:
-            raise BadInput(f"{info.path / file['path']}: checksum differs from {META}")
-    return _tensors(info.path, WEIGHTS), _tensors(info.path, OPTIMIZER)
-
-
-def newest_sound(folder: Path) -> Iterator[tuple[CheckpointInfo, dict[str, Tensor], dict[str, Tensor]]]:
-    """Newest checkpoint whose bytes are intact, at most one; damaged ones are named and passed over."""
+def newest_sound(folder: Path, names: Sequence[str]) -> CheckpointInfo | None:
+    """Newest checkpoint whose files `names` are intact; damaged ones are named and passed over."""
     for info in reversed(list_checkpoints(folder)):
-        try:
-            yield (info, *load_state(info))
-        except BadInput as error:
-            say(f"{error}; falling back to the checkpoint before")
-            continue
-        return
+        if not (found := damage(info.path, names)):
+            return info
+        say(f"{found}: passed over")
+    return None
 
 
 def _to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -174,10 +215,7 @@ class CheckpointWriter:
     ) -> None:  # fmt: skip
         """Copy tensors to the host and hand them to the thread. Raises Failure when the save before went wrong."""
         self.wait(say_so=True)
-        host = [
-            {n: t.detach().to("cpu", copy=True).contiguous() for n, t in group.items()} for group in (weights, state)
-        ]
-        arguments = (step, config.record(), host[0], host[1], dict(meta))
+        arguments = (step, config.record(), _to_host(weights), _to_host(state), dict(meta))
         self._thread = threading.Thread(target=self._guarded, args=arguments, name="checkpoint")
         self._thread.start()
 
@@ -207,7 +245,7 @@ class CheckpointWriter:
         save_file(weights, temporary / WEIGHTS)
         save_file(state, temporary / OPTIMIZER)
         (temporary / CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
-        files = [temporary / name for name in (WEIGHTS, OPTIMIZER, CONFIG)]
+        files = [temporary / name for name in FILES]
         for file in files:
             fsync_folder(file)  # a file's descriptor is synced the same way
         write_json(temporary / META, {**meta, "step": step, "files": [file_record(f, temporary) for f in files]})

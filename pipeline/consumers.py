@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -62,25 +62,21 @@ class Verdict:
 
 
 def check_exports(
-    folders: Sequence[Path],
-    head: TargetHead | None = None,
-    python: str = sys.executable,
-    consumers: Iterable[str] = CONSUMERS,
-    tolerance: float = 0.0,
+    folders: Sequence[Path], head: TargetHead | None = None, python: str = sys.executable
 ) -> dict[Path, list[Verdict]]:
-    """Verdicts by folder, in the order of `consumers`.
+    """Verdicts by folder, in the order of `CONSUMERS`.
 
-    `head` embeds the blocks (None: random rows, for a target that is not at hand). Logits may differ by `tolerance`.
+    `head` embeds the blocks (None: random rows, for a target that is not at hand).
     """
     exports = [open_checkpoint(folder) for folder in folders]
     with tempfile.TemporaryDirectory() as scratch:
         cases = [Path(scratch) / f"{index}.safetensors" for index in range(len(exports))]
         expected = [make_case(export, head, case) for export, case in zip(exports, cases, strict=True)]
         verdicts: dict[Path, list[Verdict]] = {export.path: [] for export in exports}
-        jobs = {name: [_job(name, e, c) for e, c in zip(exports, cases, strict=True)] for name in consumers}
+        jobs = {name: [_job(name, e, c) for e, c in zip(exports, cases, strict=True)] for name in CONSUMERS}
         for name, answer in ask(jobs, python).items():
             for index, export in enumerate(exports):
-                found = _judge(name, answer, index, export, cases[index], expected[index], tolerance)
+                found = _judge(name, answer, index, export, cases[index], expected[index])
                 verdicts[export.path].append(found)
     return verdicts
 
@@ -171,15 +167,7 @@ def random_head(vocabulary: int, width: int) -> TargetHead:
     return TargetHead(rows, rows)
 
 
-def _judge(
-    name: str,
-    answer: dict[str, Any],
-    index: int,
-    export: Checkpoint,
-    case: Path,
-    expected: Tensor,
-    tolerance: float,
-) -> Verdict:
+def _judge(name: str, answer: dict[str, Any], index: int, export: Checkpoint, case: Path, expected: Tensor) -> Verdict:
     version = answer["version"]
     if version is None:
         return Verdict(name, None, note="not installed")
@@ -202,7 +190,7 @@ def _judge(
     if SLIDING in export.config.layer_types and name != "dflash":
         return Verdict(name, version, note="loads; its training code counts windows from the anchor, so not compared")
     difference = (load_file(f"{case}.{name}")["logits"] - expected).abs().max().item()
-    problem = "" if difference <= tolerance else f"logits differ by up to {difference:.3g}"
+    problem = "" if difference == 0.0 else f"logits differ by up to {difference:.3g}"
     return Verdict(name, version, difference, problem, said.get("note", ""))
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +19,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from data.errors import BadInput
-from data.manifest import crc32c, file_record, fingerprint, fsync_folder, publish, read_json, read_manifest, understood
+from data.manifest import crc32c, file_record, fingerprint, publish, read_json, read_manifest, understood
 from pipeline.drafter import Drafter, DrafterConfig
 from pipeline.float8 import QUANTIZATION, SCALE, quantise, widen
 from pipeline.interchange_config import LAYER, Form, TargetInfo, write_config
+from pipeline.interchange_folder import MANIFEST, new_beside, put_in_place
 from pipeline.interchange_reader import differences, read_config, target_from_config
 
-WEIGHTS, CONFIG, CARD, MANIFEST = "model.safetensors", "config.json", "README.md", "draftmill.json"
+WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 FLAT_SIGNS = ("model_type", "hidden_size", "dflash_config")
 SPECULATORS_SIGNS = ("speculators_model_type", "speculators_config", LAYER)
@@ -50,7 +50,7 @@ class Checkpoint:
         """What the checkpoint says of its target; the name is empty when it does not say."""
         return target_from_config(self.raw, self.config)
 
-    def drafter(self, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Drafter:
+    def drafter(self, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> Drafter:
         """The module with these weights."""
         drafter = Drafter(self.config)
         drafter.load_state_dict(self.tensors, strict=True)
@@ -145,7 +145,7 @@ def write_union(
     card: str = "",
     provenance: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write an export folder, whole or not at all; `folder` is replaced when it exists.
+    """Write an export folder, whole or not at all; `folder` is replaced, whatever it holds (see `destination`).
 
     `quantize="fp8"` stores the layers' matrices as float8 (`pipeline/float8.py`). Raises BadInput when a rule of
     interchange is broken.
@@ -155,9 +155,7 @@ def write_union(
     stored = {name: tensors[name].detach().to("cpu", DTYPES[dtype]).contiguous() for name in tensor_shapes(config)}
     if quantize == "fp8":
         stored, body["quantization_config"] = quantise(stored), QUANTIZATION
-    _sweep(folder)
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    temporary.mkdir(parents=True)
+    temporary = new_beside(folder)
     save_file(stored, temporary / WEIGHTS, metadata={"format": "pt"})
     (temporary / CARD).write_text(card, encoding="utf-8")
     (temporary / CONFIG).write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
@@ -166,24 +164,7 @@ def write_union(
     files = [file_record(temporary / name, temporary) for name in (WEIGHTS, CONFIG, CARD)]
     made = {"drafter": config.record(), "config": body, "files": files, **(provenance or {})}
     publish(temporary / MANIFEST, "export", {"fingerprint": fingerprint(made), **made})
-    _swap(temporary, folder)
-
-
-def _sweep(folder: Path) -> None:
-    """Remove what exports to `folder` that were killed have left beside it."""
-    for left in (*folder.parent.glob(f".{folder.name}.*.tmp"), *folder.parent.glob(f".{folder.name}.*.old")):
-        pid = left.suffixes[-2].removeprefix(".")
-        if pid == str(os.getpid()) or not Path("/proc", pid).exists():
-            shutil.rmtree(left, ignore_errors=True)
-
-
-def _swap(temporary: Path, folder: Path) -> None:
-    old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
-    if folder.exists():
-        os.rename(folder, old)
-    os.rename(temporary, folder)
-    fsync_folder(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    put_in_place(temporary, folder)
 
 
 def _fsync(path: Path) -> None:

@@ -13,7 +13,6 @@ from data.errors import BadInput
 from pipeline.drafter import DrafterConfig
 
 Form = Literal["union", "zlab", "speculators"]
-FORMS: tuple[Form, ...] = ("union", "zlab", "speculators")
 SPECULATORS_VERSION = "0.9.0"
 SLIDING, FULL = "sliding_attention", "full_attention"
 LAYER = "transformer_layer_config"

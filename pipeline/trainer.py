@@ -26,7 +26,16 @@ from data.layout import Layout
 from data.manifest import fingerprint
 from data.shaping import shaping
 from pipeline.batches import BatchPlan, BatchShape, Plan, fill
-from pipeline.checkpoint import CheckpointInfo, CheckpointWriter, choose, load_weights, newest_sound
+from pipeline.checkpoint import (
+    FILES,
+    CheckpointInfo,
+    CheckpointWriter,
+    choose,
+    load_weights,
+    newest_sound,
+    read_optimizer,
+    read_weights,
+)
 from pipeline.console import Progress, say
 from pipeline.drafter import Drafter, initialise
 from pipeline.graphs import Step
@@ -371,18 +380,20 @@ class Trainer:
 
     def _resume(self) -> int:
         """Load the newest sound checkpoint of this very training; the step to go on from."""
-        for info, weights, state in newest_sound(self.layout.checkpoints(self.name)):
-            if info.meta.get("fingerprint") != self.identity:
-                raise BadInput(
-                    f"{info.path} belongs to other settings: `draftmill clean` it, or give the drafter a new name"
-                )
-            load_weights(self.drafter, weights, info.path)
-            self._load_state(info, state)
-            say(f"resuming from step {info.step}")
-            if info.acceptance is not None:
-                self.walked = (info.step, info.acceptance)
-            return info.step
-        return 0
+        folder = self.layout.checkpoints(self.name)
+        info = newest_sound(folder, FILES)
+        if info is None:
+            return 0
+        if info.meta.get("fingerprint") != self.identity:
+            raise BadInput(
+                f"{info.path} belongs to other settings: delete {folder} to train anew, or give the drafter a new name"
+            )
+        load_weights(self.drafter, read_weights(info.path), info.path)
+        self._load_state(info, read_optimizer(info.path))
+        say(f"resuming from step {info.step}")
+        if info.acceptance is not None:
+            self.walked = (info.step, info.acceptance)
+        return info.step
 
     def _load_state(self, info: CheckpointInfo, state: dict[str, Tensor]) -> None:
         own = self.optimizer.tensors() | {f"sums.{n}": t for n, t in self.step.sums.items()}

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from data.layout import Layout
 from data.manifest import State, publish
 from data.settings import Run
-from pipeline.checkpoint import list_checkpoints
+from pipeline.checkpoint import CONFIG, WEIGHTS, newest_sound
 from pipeline.console import say
 from pipeline.job import Job
 from pipeline.loggers import require
@@ -35,16 +35,19 @@ def _last(state: State) -> dict[str, Any]:
 
 
 def _is_current(trainer: Trainer) -> bool:
-    """Whether these very settings are trained, and a checkpoint is left of it."""
+    """Whether these very settings are trained, and a sound checkpoint is left of it."""
     layout, name = trainer.layout, trainer.name
     finished = _last(_state(trainer.run, name)) == {"status": "done", "fingerprint": trainer.identity}
-    return finished and layout.train_manifest(name).exists() and len(list_checkpoints(layout.checkpoints(name))) > 0
+    sound = (
+        finished and layout.train_manifest(name).exists() and newest_sound(layout.checkpoints(name), (WEIGHTS, CONFIG))
+    )
+    return bool(sound)
 
 
 def train_drafter(run: Run, name: str, work: Job, rank: int = 0, world: int = 1, profile: int | None = None) -> None:
     """Train drafter `name` on one rank of `world`, to `train.json`.
 
-    Finished work of the same settings is left alone; when its manifest is gone (a forced re-run), no whole checkpoint
+    Finished work of the same settings is left alone; when its manifest is gone (a forced re-run), no sound checkpoint
     is left of it, or its settings were others, it is set aside. `profile`: write a profiler trace of that many steps to
     the drafter's folder.
     """

@@ -25,10 +25,9 @@ from data.settings import Run, Server, load_run
 from data.shaping import shaping
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from pipeline.drafter import DrafterConfig
     from pipeline.evaluation import Evaluation, Subject
+    from pipeline.interchange import Checkpoint
     from pipeline.job import Job
 
 
@@ -53,13 +52,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A checkpoint to measure. `tensors`: others' weights, read before anything starts; ours are read when their turn
+    """A checkpoint to measure. `theirs`: somebody else's, read before anything starts; ours are read when their turn
     comes."""
 
     name: str
     path: Path
     config: DrafterConfig
-    tensors: Mapping[str, Tensor] | None = None
+    theirs: Checkpoint | None = None
 
 
 @dataclass(frozen=True)
@@ -128,9 +127,9 @@ def read_benchmarks(run: Run, request: Request) -> dict[str, list[BenchmarkPromp
 
 
 def planned(run: Run, request: Request) -> Iterator[Plan]:
-    """What is to be measured. Checkpoints that are not there or not whole, and blocks that are longer than they were
+    """What is to be measured. Checkpoints that are not there or damaged, and blocks that are longer than they were
     trained, are refused here: before the device is taken, the target loaded or anything written."""
-    from pipeline.checkpoint import choose, load_config
+    from pipeline.checkpoint import WEIGHTS, choose, load_config, require_sound
 
     if request.drafter_path is not None:
         theirs = someones(run, request.drafter_path)
@@ -141,6 +140,8 @@ def planned(run: Run, request: Request) -> Iterator[Plan]:
     for drafter in request.drafters:
         trained = read_manifest(layout.train_manifest(drafter), "drafter")
         chosen = choose(layout.checkpoints(drafter), request.checkpoint or run.eval.checkpoints)
+        for info in chosen:
+            require_sound(info.path, WEIGHTS)
         candidates = tuple(Candidate(info.path.name, info.path, load_config(info.path)) for info in chosen)
         for candidate in candidates:
             check_block(request, candidate.config)
@@ -155,11 +156,11 @@ def planned(run: Run, request: Request) -> Iterator[Plan]:
 
 def someones(run: Run, path: str) -> Candidate:
     """A drafter that is none of this run's, whole. Raises BadInput."""
-    from pipeline.interchange import read_checkpoint
+    from pipeline.interchange import open_checkpoint
     from pipeline.target import load_config
 
-    config, tensors = read_checkpoint(path, load_config(run).num_hidden_layers)
-    return Candidate("", Path(path), config, tensors)
+    checkpoint = open_checkpoint(path, load_config(run).num_hidden_layers)
+    return Candidate("", Path(path), checkpoint.config, checkpoint)
 
 
 def check_block(request: Request, config: DrafterConfig) -> None:
@@ -218,16 +219,13 @@ def load_subject(
 ) -> Subject:
     """A checkpoint's drafter beside the target."""
     from pipeline.checkpoint import load_drafter
-    from pipeline.drafter import Drafter
     from pipeline.evaluation import Subject
 
     target = evaluation.target
-    if candidate.tensors is None:
+    if candidate.theirs is None:
         drafter = load_drafter(candidate.path, target.device, target.dtype)
     else:
-        drafter = Drafter(candidate.config)
-        drafter.load_state_dict(candidate.tensors, strict=True)
-        drafter = drafter.to(target.device, target.dtype).eval().requires_grad_(False)
+        drafter = candidate.theirs.drafter(target.device, target.dtype)
     return Subject(
         plan.name,
         candidate.name,

@@ -20,6 +20,7 @@ from data.errors import BadInput, Failure
 from data.layout import Layout
 from data.manifest import read_json, read_manifest, require_equal
 from data.settings import Run, load_run
+from pipeline.interchange_folder import destination
 
 if TYPE_CHECKING:
     from pipeline.consumers import Verdict
@@ -60,9 +61,12 @@ class Request:
 )  # fmt: skip
 @click.option("--push-to-hub", "push", metavar="OWNER/NAME", help="Upload the folder to the Hugging Face hub.")
 @click.option("--private", is_flag=True, help="With --push-to-hub: make the repository private.")
-def command(run_file: str, drafter: str | None, check: bool, check_python: str, **options: Any) -> None:
+def command(
+    run_file: str, drafter: str | None, to: Path | None, check: bool, check_python: str, **options: Any
+) -> None:
     """Write drafters in the form that serving engines load."""
-    run, request = load_run(run_file), Request(**options)
+    run = load_run(run_file)
+    request = Request(to=None if to is None else destination(to), **options)
     names = list(run.drafters) if drafter is None else [drafter]
     run.drafter(names[0])
     if len(names) > 1 and (request.to or request.push):
@@ -82,10 +86,8 @@ def command(run_file: str, drafter: str | None, check: bool, check_python: str, 
 
 def export(run: Run, name: str, request: Request) -> Path:
     """Write one drafter's folder and print how to serve it."""
-    from safetensors.torch import load_file
-
     from pipeline.card import FLOAT8, serving_lines, write_card
-    from pipeline.checkpoint import WEIGHTS, choose, load_config
+    from pipeline.checkpoint import choose, load_config, read_weights
     from pipeline.console import say
     from pipeline.interchange import write_union
 
@@ -95,6 +97,7 @@ def export(run: Run, name: str, request: Request) -> Path:
     config = load_config(chosen.path)
     remedy = "the checkpoint and train.json belong to different trainings: run `draftmill train` again"
     require_equal(chosen.path, config.record(), trained["config"], remedy)
+    weights = read_weights(chosen.path)
     target = target_info(run, trained["head"])
     folder = request.to or layout.export(name)
     evaluations = list(_evaluations(layout, name))
@@ -104,7 +107,7 @@ def export(run: Run, name: str, request: Request) -> Path:
     write_union(
         folder,
         config,
-        load_file(chosen.path / WEIGHTS),
+        weights,
         target,
         request.form,  # type: ignore[arg-type]
         request.dtype,

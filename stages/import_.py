@@ -2,9 +2,10 @@
 
     draftmill import z-lab/Qwen3-8B-DFlash-b16
     draftmill import ./released --to drafters/released --target Qwen/Qwen3-8B
+    draftmill import ./released --to drafters/for-vllm --format speculators
 
-Without `--to` it says what the checkpoint is. With it, a union export is written: for `train.warm_start`, for
-`draftmill eval --drafter-path`, and for every engine.
+Without `--to` it says what the checkpoint is. With it, an export is written in any of the forms: for
+`train.warm_start`, for `draftmill eval --drafter-path`, and for the engines that read the form.
 """
 
 from __future__ import annotations
@@ -16,32 +17,44 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from data.errors import BadInput
+from pipeline.interchange_folder import destination
 
 if TYPE_CHECKING:
     from pipeline.interchange import Checkpoint
-    from pipeline.interchange_config import TargetInfo
+    from pipeline.interchange_config import Form, TargetInfo
 
 
 @click.command("import")
 @click.argument("checkpoint")
-@click.option("--to", type=click.Path(path_type=Path), help="Folder to write as one of ours (union form).")
+@click.option("--to", type=click.Path(path_type=Path), help="Folder to write as one of ours.")
+@click.option(
+    "--format", "form", type=click.Choice(["union", "zlab", "speculators"]), default="union", show_default=True,
+    help="With --to: union is read by all of vLLM, SGLang, dflash, speculators and specforge.",
+)  # fmt: skip
+@click.option(
+    "--dtype", type=click.Choice(["bfloat16", "float16", "float32"]),
+    help="With --to: numbers that the weights are stored in; those that they came in when omitted.",
+)  # fmt: skip
 @click.option("--target", metavar="MODEL", help="Hub id or folder of its target, where the checkpoint does not say.")
 @click.option(
     "--target-layers", type=click.IntRange(min=2), metavar="N",
     help="Layers of its target, where the checkpoint does not say (the speculators form).",
 )  # fmt: skip
-def command(checkpoint: str, to: Path | None, target: str | None, target_layers: int | None) -> None:
+def command(
+    checkpoint: str, to: Path | None, form: Form, dtype: str | None, target: str | None, target_layers: int | None
+) -> None:
     """Turn somebody else's drafter into one of ours."""
     from pipeline.interchange import open_checkpoint
 
+    folder = None if to is None else destination(to)
     read = open_checkpoint(checkpoint, target_layers)
     for key, value in described(read).items():
         click.echo(f"{key:<20} {value}")
-    if to is None:
+    if folder is None:
         return
     info = named(read.target, target, checkpoint)
-    write(read, info, to)
-    click.echo(f"written to {to}: use it as train.warm_start, with `draftmill eval --drafter-path`, or serve it")
+    write(read, info, folder, form, dtype)
+    click.echo(f"written to {folder}: use it as train.warm_start, with `draftmill eval --drafter-path`, or serve it")
 
 
 def described(read: Checkpoint) -> dict[str, Any]:
@@ -89,13 +102,16 @@ def named(info: TargetInfo, target: str | None, checkpoint: str) -> TargetInfo:
     )
 
 
-def write(read: Checkpoint, info: TargetInfo, to: Path) -> None:
-    """Write the union form, weights in the numbers that they came in."""
+def write(read: Checkpoint, info: TargetInfo, to: Path, form: Form, dtype: str | None) -> None:
+    """Write an export; `dtype` None: weights in the numbers that they came in, float32 where these are several.
+
+    Raises BadInput when the drafter has no such form.
+    """
     from pipeline.card import write_card
     from pipeline.interchange import DTYPES, write_union
 
     found = {tensor.dtype for tensor in read.tensors.values()}
-    dtype = next((name for name, kind in DTYPES.items() if found == {kind}), "float32")
+    dtype = dtype or next((name for name, kind in DTYPES.items() if found == {kind}), "float32")
     facts = {"imported from": str(read.path)}
-    card = write_card(to.name, read.config, info, str(to), "union", dtype, facts, [])
-    write_union(to, read.config, read.tensors, info, "union", dtype, None, card, {"imported": str(read.path)})
+    card = write_card(to.name, read.config, info, str(to), form, dtype, facts, [])
+    write_union(to, read.config, read.tensors, info, form, dtype, None, card, {"imported": str(read.path)})

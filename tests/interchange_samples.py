@@ -1,4 +1,4 @@
-"""Tiny drafters and targets for the tests of exports."""
+"""Tiny drafters and targets for the tests of exports, and damage to their files."""
 
 from __future__ import annotations
 
@@ -74,6 +74,13 @@ def save_tiny_target(folder: Path, tied: bool) -> TargetInfo:
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     return tiny_target_info(str(folder))
+
+
+def change_a_byte(path: Path) -> None:
+    """The last byte of a file becomes another one: its size, and the form of safetensors, stay what they were."""
+    body = bytearray(path.read_bytes())
+    body[-1] ^= 1
+    path.write_bytes(body)
 
 
 def greedy(target: LlamaForCausalLM, prompt: list[int], new_tokens: int) -> list[int]:

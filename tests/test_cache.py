@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import shutil
+import sys
 import threading
 import time
 
@@ -144,6 +145,26 @@ def test_reads_what_was_written(tmp_path, write_cache, codec, compressor):
     rows = write_cache(run)
     assert_reads(Cache.open(run), rows)
     assert_reads(Cache.open(run, mapped=False), rows)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_zarrs_reads_the_same_where_it_is_installed(tmp_path, write_cache, monkeypatch, installed):
+    """Its pipeline counts what it reads; without the package nothing of it is asked for."""
+    zarrs = pytest.importorskip("zarrs")
+    if not installed:
+        monkeypatch.setitem(sys.modules, "zarrs", None)
+    reads = []
+    read = zarrs.ZarrsCodecPipeline.read
+
+    async def counted(self, batch, out, **more):
+        reads.append(1)
+        return await read(self, batch, out, **more)
+
+    monkeypatch.setattr(zarrs.ZarrsCodecPipeline, "read", counted)
+    run = make_run(tmp_path, compressor="zstd", codec="fp8")
+    rows = write_cache(run)
+    assert_reads(Cache.open(run, mapped=False), rows)
+    assert (len(reads) > 0) == installed
 
 
 def test_teacher_entries_have_offsets_of_their_own(run, write_cache):

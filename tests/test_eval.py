@@ -31,7 +31,8 @@ from pipeline.server_metrics import MeasuredServer, Metrics
 from pipeline.target import Target, target_record
 from pipeline.template import template_record
 from stages.cli import exit_code
-from tests.benchmarks.reference import COLUMNS, table
+from tests.benchmarks.reference import COLUMNS, markdown, of_runs
+from tests.interchange_samples import change_a_byte
 
 B = 4
 PROMPTS = [
@@ -209,10 +210,10 @@ def test_somebody_elses_drafter_stands_in_the_same_table(trained: Callable[..., 
 def test_the_reference_table_is_made_of_records_though_the_cache_is_gone(trained: Callable[..., Path]) -> None:
     file = trained()
     assert exit_code(["eval", str(file)]) == 0
-    *_, row = table([file], 2).splitlines()
-    cells = [cell.strip() for cell in row.split("|")[1:-1]]
-    assert len(cells) == len(COLUMNS)
-    assert dict(zip(COLUMNS, cells, strict=True))["of the first line"] == "1.0000"
+    (row,) = of_runs([file], 2)
+    assert (row["of_first_line"]["value"], row["first"]["prompts"], row["bytes_per_token"]) == (1.0, 2, None)
+    cells = markdown(json.loads(json.dumps([row]))).splitlines()[-1].split("|")[1:-1]
+    assert dict(zip(COLUMNS, map(str.strip, cells), strict=True))["of the first line, 95 % (paired)"][:6] == "1.0000"
 
 
 def never(*_: Any) -> None:
@@ -270,6 +271,17 @@ def test_somebody_elses_drafter_is_looked_at_before_anything_starts_or_is_writte
     (line,) = capsys.readouterr().err.splitlines()
     assert says in line
     assert {path.name for path in (tmp_path / "runs" / "evaluated").iterdir()} == {"drafters"}, "not even a log"
+
+
+def test_a_damaged_checkpoint_is_refused_before_the_target_is_loaded(
+    trained: Callable[..., Path], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = trained()
+    weights = file.parent / "runs" / "evaluated" / "drafters" / "base" / "checkpoints" / "step-000040"
+    change_a_byte(weights / "drafter.safetensors")
+    monkeypatch.setattr("pipeline.target.load_target", None)
+    assert exit_code(["eval", str(file)]) == 2
+    assert f"{weights / 'drafter.safetensors'} has another crc32c" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

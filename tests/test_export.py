@@ -24,10 +24,11 @@ from pipeline.card import FLOAT8, serving_lines, write_card
 from pipeline.checkpoint import CheckpointWriter
 from pipeline.drafter import Drafter, DrafterConfig, initialise
 from pipeline.head import save_head
-from pipeline.interchange import open_checkpoint
+from pipeline.interchange import open_checkpoint, write_union
 from pipeline.interchange_config import TargetInfo
 from pipeline.target import Target
 from stages import export, import_
+from tests.interchange_samples import change_a_byte, tiny_config, tiny_target_info, tiny_tensors
 
 Trained = tuple[Path, Run]
 
@@ -154,6 +155,80 @@ def test_a_checkpoint_of_another_training_is_refused_by_field(trained: Trained) 
     assert "target_layer_ids" in str(call(export.command, trained[0]).exception)
 
 
+@pytest.mark.parametrize("name", ["drafter.safetensors", "config.json"])
+def test_a_damaged_checkpoint_is_refused_by_file_and_the_remedies_work(trained: Trained, name: str) -> None:
+    path, run = trained
+    best = Layout.of(run).checkpoints("base") / "step-000002"
+    change_a_byte(best / name)
+    refused = call(export.command, path).exception
+    assert isinstance(refused, BadInput)
+    assert str(best / name) in str(refused)
+    assert not Layout.of(run).export("base").exists()
+    assert call(export.command, path, "--checkpoint", "last").exception is None
+    shutil.rmtree(best)
+    assert call(export.command, path).exception is None
+    assert json.loads(Layout.of(run).export_manifest("base").read_text())["step"] == 4
+
+
+@pytest.mark.parametrize("verb", ["export", "import"])
+@pytest.mark.parametrize(
+    ("to", "says"),
+    [
+        ("notes", "is neither empty nor an export"),
+        ("theirs", "is neither empty nor an export"),
+        ("prepared", "is neither empty nor an export"),
+        ("notes/a.txt", "is a file"),
+        ("notes/a.txt/below", "notes/a.txt is a file"),
+        (".", "runs in: name a folder inside it"),
+        ("", "runs in: name a folder inside it"),
+        ("..", "runs in: name a folder inside it"),
+        ("/", "a mount point"),
+    ],
+)
+def test_nobodys_files_are_replaced(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, to: str, says: str
+) -> None:
+    """Refused before anything is read: neither the checkpoint that was to be imported nor the drafter is there."""
+    shutil.rmtree(Layout.of(trained[1]).drafter("base"))
+    for name in ("notes/a.txt", "theirs/model.safetensors", "prepared/.hidden"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("mine")
+    publish(tmp_path / "prepared" / "draftmill.json", "accounting", {})
+    monkeypatch.chdir(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    asked = (export.command, trained[0], "--drafter", "base") if verb == "export" else (import_.command, "no/such")
+    refused = call(*asked, "--to", to).exception
+    assert isinstance(refused, BadInput)
+    assert str(refused).startswith(f"--to {Path(to)}: ")
+    assert says in str(refused)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("to", ["new/deep", "empty", "export", "link"])
+def test_what_nobody_misses_is_replaced(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    Path("link").symlink_to("export")
+    options = ("--drafter", "base", "--to")
+    assert call(export.command, trained[0], "--checkpoint", "last", *options, "export").exception is None
+    manifest = Path("export/draftmill.json")
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": -1}))  # of an older version
+    done = call(export.command, trained[0], *options, to)
+    assert done.exception is None, done.exception
+    assert open_checkpoint(to).manifest["step"] == 2
+    assert Path("link").is_symlink()
+
+
+def test_the_runs_own_folder_is_replaced_although_snakemake_deleted_its_manifest(trained: Trained) -> None:
+    manifest = Layout.of(trained[1]).export_manifest("base")
+    assert call(export.command, trained[0], "--checkpoint", "last").exception is None
+    manifest.unlink()
+    assert call(export.command, trained[0]).exception is None
+    assert json.loads(manifest.read_text())["step"] == 2
+
+
 def test_check_prints_a_table_and_asks_transformers(trained: Trained) -> None:
     done = call(export.command, trained[0], "--check")
     assert done.exception is None, done.exception
@@ -188,6 +263,29 @@ def test_import_describes_and_rewrites_byte_for_byte(trained: Trained, tmp_path:
     assert "4 (3 drafted tokens)" in done.output
     for name in ("model.safetensors", "config.json"):
         assert (folder / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+
+
+@pytest.mark.parametrize("form", ["union", "zlab", "speculators"])
+def test_import_writes_every_form_that_export_writes(trained: Trained, tmp_path: Path, form: str) -> None:
+    call(export.command, trained[0], "--drafter", "base", "--dtype", "float32", "--to", tmp_path / "union")
+    for name, dtype in (("same", ()), ("narrow", ("--dtype", "bfloat16"))):
+        own = (trained[0], "--drafter", "base", "--to", tmp_path / "own", *(dtype or ("--dtype", "float32")))
+        assert call(export.command, *own, "--format", form).exception is None
+        done = call(import_.command, tmp_path / "union", "--to", tmp_path / name, "--format", form, *dtype)
+        assert done.exception is None, done.exception
+        for file in ("model.safetensors", "config.json"):
+            assert (tmp_path / "own" / file).read_bytes() == (tmp_path / name / file).read_bytes()
+    card = (tmp_path / "narrow" / "README.md").read_text()
+    assert "| weights stored as | bfloat16 |" in card
+    assert ("SGLang:" in card) == (form != "speculators")
+
+
+def test_import_refuses_a_form_that_the_drafter_has_not(tmp_path: Path) -> None:
+    config = tiny_config(layer_types=("sliding_attention", "full_attention"), sliding_window=9)
+    write_union(tmp_path / "sliding", config, tiny_tensors(config), tiny_target_info())
+    refused = call(import_.command, tmp_path / "sliding", "--to", tmp_path / "to", "--format", "speculators")
+    assert "have no `speculators` form" in str(refused.exception)
+    assert not (tmp_path / "to").exists()
 
 
 def test_import_asks_for_the_target_that_a_checkpoint_does_not_name(trained: Trained, tmp_path: Path) -> None:

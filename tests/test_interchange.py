@@ -74,7 +74,7 @@ def test_round_trip_of_a_union_is_byte_identical(
     if not with_manifest:
         (tmp_path / "e" / "draftmill.json").unlink()
     first = open_checkpoint(tmp_path / "e")
-    import_.write(first, first.target, tmp_path / "again")
+    import_.write(first, first.target, tmp_path / "again", "union", None)
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "e" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
 
@@ -88,10 +88,11 @@ def test_an_export_replaces_the_one_before_and_leaves_nothing_else(export: Path)
 
 def test_what_killed_exports_left_is_swept_and_a_running_one_is_not(export: Path) -> None:
     gone, config = 1 << 30, tiny_config()
-    for name in (f".export.{gone}.tmp", f".export.{gone}.old", ".export.1.tmp", f".other.{gone}.tmp"):
+    others = {".export.1.tmp", f".other.{gone}.tmp", ".export.mine.old", f".export.v2.{gone}.tmp"}
+    for name in (f".export.{gone}.tmp", f".export.{gone}.old", *others):
         (export.with_name(name)).mkdir()
     write_union(export, config, tiny_tensors(config, seed=5), tiny_target_info())
-    assert {path.name for path in export.parent.iterdir()} == {"export", ".export.1.tmp", f".other.{gone}.tmp"}
+    assert {path.name for path in export.parent.iterdir()} == {"export", *others}
 
 
 def leaves(body: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -276,10 +276,10 @@ def test_the_reference_table_pairs_every_record_with_the_first(tmp_path: Path) -
         body = json.loads(record.read_text())
         body["by_prompt"] = [[f"p{i}", 300 + gain, 100] for i in range(40)]
         write_json(record, body)
-    rows = [line.split(" | ") for line in reference.table([path], 32).splitlines()]
-    assert [row[1] for row in rows[2:]] == ["base", "dpace"]
-    assert [row[-3:-1] for row in rows[2:]] == [["3.000", "1.0000"], ["3.300", "1.1000"]]
-    assert rows[3][-1].startswith("1.1000 to 1.1000")
+    rows = reference.of_runs([path], 32)
+    assert [row["drafter"] for row in rows] == ["base", "dpace"]
+    assert [row["first"]["acceptance"] for row in rows] == pytest.approx([3.0, 3.3])
+    assert list(rows[1]["of_first_line"].values()) == pytest.approx([1.1, 1.1, 1.1])
 
 
 def test_a_codec_study_changes_name_and_codec_only(tmp_path: Path) -> None:

@@ -23,10 +23,10 @@ from data.conversations import Conversation, Rejected
 from data.errors import BadInput
 from data.formats import normalise
 from data.layout import Layout
-from data.manifest import inside, read_manifest
+from data.manifest import file_record, inside, read_manifest
 from data.settings import Run, load_run
 from data.sources import decode
-from pipeline.checkpoint import load_drafter
+from pipeline.checkpoint import FILES, CheckpointWriter, list_checkpoints, load_drafter
 from pipeline.drafter import Drafter
 from pipeline.head import TargetHead, load_head, save_head
 from pipeline.interchange import open_checkpoint
@@ -230,18 +230,47 @@ def test_a_mutated_export_is_read_or_refused(tmp_path: Path) -> None:
 
 
 def test_a_mutated_checkpoint_is_read_or_refused(tmp_path: Path) -> None:
+    """Its checksums fit, so that the configuration is read: what it says is not to be trusted either."""
     config = tiny_config()
-    drafter = Drafter(config)
-    save_file(drafter.state_dict(), tmp_path / "drafter.safetensors")
-    body = json.loads(json.dumps(vars(config)))
-    (tmp_path / "meta.json").write_text("{}")
+    folder, drafter = tmp_path / "step-000001", Drafter(config)
+    folder.mkdir()
+    body = json.loads(json.dumps(config.record()))
+    save_file(drafter.state_dict(), folder / "drafter.safetensors")
+    save_file({"step": torch.zeros(())}, folder / "optimizer.safetensors")
+
+    def write(changed: Any) -> None:
+        (folder / "config.json").write_text(json.dumps(changed), encoding="utf-8")
+        files = [file_record(folder / name, folder) for name in FILES]
+        (folder / "meta.json").write_text(json.dumps({"files": files}))
 
     @FUZZ
     @given(changed=mutated(body))
     def check(changed: Any) -> None:
-        (tmp_path / "config.json").write_text(json.dumps(changed), encoding="utf-8")
+        write(changed)
         try:
-            load_drafter(tmp_path, "cpu", torch.float32)
+            load_drafter(folder, "cpu", torch.float32)
+        except BadInput as error:
+            refused_in_one_line(error)
+
+    write(body)
+    load_drafter(folder, "cpu", torch.float32)
+    check()
+
+
+def test_a_mutated_meta_of_a_checkpoint_is_read_or_refused(tmp_path: Path) -> None:
+    config = tiny_config()
+    writer = CheckpointWriter(tmp_path, 1, 1)
+    writer.save(1, config, Drafter(config).state_dict(), {}, {})
+    writer.wait()
+    folder = tmp_path / "step-000001"
+
+    @FUZZ
+    @given(changed=mutated(json.loads((folder / "meta.json").read_text())))
+    def check(changed: Any) -> None:
+        (folder / "meta.json").write_text(json.dumps(changed), encoding="utf-8")
+        list_checkpoints(tmp_path)
+        try:
+            load_drafter(folder, "cpu", torch.float32)
         except BadInput as error:
             refused_in_one_line(error)
 

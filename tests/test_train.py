@@ -34,6 +34,7 @@ from pipeline.validation import Walker
 from stages.cli import exit_code
 from stages.extract import command as extract
 from stages.prepare import command as prepare
+from tests.interchange_samples import change_a_byte
 
 PROMPT, LIMIT = 6, 40
 
@@ -290,11 +291,9 @@ def test_a_torn_checkpoint_is_passed_over(successor: Run, capsys: pytest.Capture
         train(torn, StoppingJob(10, die=True))
     folder = Layout.of(torn).checkpoints("base")
     weights = folder / "step-000008" / "drafter.safetensors"
-    body = bytearray(weights.read_bytes())
-    body[-1] ^= 1
-    weights.write_bytes(body)
+    change_a_byte(weights)
     found = train(torn)
-    assert "falling back" in capsys.readouterr().err
+    assert f"{weights} has another crc32c than its meta.json says: passed over" in capsys.readouterr().err
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
@@ -312,11 +311,41 @@ def test_finished_training_is_left_alone_until_it_is_forced(successor: Run, caps
     train(run)
     assert manifest.read_bytes() == before
     assert (layout.drafter("base").with_name(".base.old-1")).is_dir()
-    for weights in layout.checkpoints("base").glob("*/drafter.safetensors"):
-        os.truncate(weights, 100)
-    train(run)
-    assert manifest.read_bytes() == before
-    assert (layout.drafter("base").with_name(".base.old-2")).is_dir()
+
+
+@pytest.mark.parametrize("torn", [True, False])
+def test_finished_training_without_a_sound_checkpoint_is_done_again(
+    successor: Run, torn: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = renamed(successor, f"unsound-{torn}", max_steps=4, checkpoint_every=2, keep_last=2)
+    expected = train(run)
+    folder = Layout.of(run).checkpoints("base")
+    files = sorted(folder.glob("*/drafter.safetensors"), reverse=True)
+    assert len(files) == 2
+    for weights, again in zip(files, (False, True), strict=True):
+        if torn:
+            os.truncate(weights, 100)
+        else:
+            change_a_byte(weights)
+        capsys.readouterr()
+        train_drafter(run, "base", Job("train", "test"))
+        assert ("trained and current" in capsys.readouterr().err) != again
+        assert folder.parent.with_name(".base.old-1").exists() == again
+    found = train(run)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_checkpoints_of_other_settings_are_not_gone_on_with_and_the_remedy_works(successor: Run) -> None:
+    """Nothing says whose they are once `state.json` is gone, as when a folder was copied: else they are set aside."""
+    train(renamed(successor, "moved", max_steps=2))
+    changed = renamed(successor, "moved", max_steps=2, seed=9)
+    layout, identity = Layout.of(changed), Trainer(changed, "base", Job("train", "test")).identity
+    (layout.drafter("base") / "state.json").unlink()
+    with pytest.raises(BadInput, match=f"belongs to other settings.* delete {layout.checkpoints('base')} to train"):
+        train(changed)
+    shutil.rmtree(layout.checkpoints("base"))
+    train(changed)
+    assert read_manifest(layout.train_manifest("base"), "drafter")["fingerprint"] == identity
 
 
 def test_bad_states_stop_training_with_step_row_and_parameter(successor: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,14 @@
 """Codecs on real states: bits a value, what they do to the target's own logits, and how fast they are.
 
-    python -m tests.benchmarks.codecs ROWS.jsonl.gz --out codecs.json            # SmolLM2-135M-Instruct from PyPI
+    python -m tests.benchmarks.codecs ROWS.jsonl.gz --out FILE.json        # SmolLM2-135M-Instruct from PyPI
     python -m tests.benchmarks.codecs ROWS.jsonl.gz --codecs klt5 klt6 --device cuda --speed-width 4096
     python -m tests.benchmarks.codecs --device cuda --speed-width 4096     # no rows: speed on random states alone
 
 ROWS holds JSON objects with `messages` and `response_ids` (an answer of the target, as ids). Fitted codecs are fitted
 to the first rows and judged on the last. KL: states are stored and put back at one layer at a time, and the target goes
 on from there in float32; the mean of KL(its logits without | with) over all positions. `zstd` is bits a value after the
-compressor. GB/s count bf16 states: eager on a CPU (one thread), compiled on a GPU.
+compressor. GB/s count bf16 states: eager on a CPU (one thread), compiled on a GPU. The README's table is that of
+tests/benchmarks/records/codecs.json.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import gzip
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -168,29 +169,30 @@ def at_width(name: str, arguments: argparse.Namespace) -> dict[str, float]:
     return {f"wide_{key}": value for key, value in speed(codec, states, arguments.device).items()}
 
 
-def markdown(records: list[dict[str, Any]]) -> str:
+def markdown(records: Sequence[dict[str, Any]]) -> str:
     """The README's table."""
-    layers = records[0]["layers"]
+    layers, device = records[0]["layers"], records[0]["device"]
     wide = "wide_decode_ms" in records[0]
+    where = "one CPU thread" if device == "cpu" else device
     head = [
         "codec",
         "bits a value",
-        "with zstd",
-        "bytes a token, 5 x 4096",
-        *(f"KL {layer}" for layer in layers),
+        "after zstd",
+        "bytes a token at 5 x 4096",
+        f"KL at layers {', '.join(map(str, layers))}",
         "relative L2, mean (max)",
-        "encode / decode GB/s",
+        f"encode / decode GB/s, {where}",
         *(["encode / decode ms, 4096 x 5 x 4096"] if wide else []),
     ]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for r in records:
         cells = [
-            r["codec"],
+            f"`{r['codec']}`",
             f"{r['bits']:.2f}",
             f"{r['zstd_bits']:.2f}",
             f"{r['bytes_per_token_5x4096']:,}",
-            *(f"{max(value, 0):.5f}" for value in r["kl"]),
-            f"{r['relative_l2']:.4f} ({r['largest_relative_l2']:.3f})",
+            " ".join(f"{max(value, 0):.5f}" for value in r["kl"]),
+            f"{r['relative_l2']:.3f} ({r['largest_relative_l2']:.3f})",
             f"{r['encode_gbs']:.2f} / {r['decode_gbs']:.2f}",
         ]
         cells += [f"{r['wide_encode_ms']:.2f} / {r['wide_decode_ms']:.2f}"] if wide else []

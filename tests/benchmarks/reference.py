@@ -1,12 +1,13 @@
 """The reference run's tables: what drafters of one or several runs are worth, from the runs' own records.
 
-    python -m tests.benchmarks.reference RUN.yaml [RUN.yaml ...] [--first 32]
+    python -m tests.benchmarks.reference RUN.yaml [RUN.yaml ...] [--first 32] [--out FILE.json]
     python -m tests.benchmarks.reference RUN.yaml --codecs bf16 fp8 klt5
 
 The first form runs nothing. One line a drafter, checkpoint and benchmark: pooled acceptance length with its bootstrap
 interval, the same over the first prompts alone, and its ratio to the first line of that benchmark, with the interval of
 a paired bootstrap over all prompts. `--codecs` first runs the whole path (Snakemake) once a codec, each from a copy of
-the run file under the run's root; a path that fails is said and leaves its line out. Do not give `--codecs` a run file
+the run file under the run's root; a path that fails is said and leaves its line out. `--out` keeps the lines as JSON,
+from which `tests.benchmarks.readme` makes the README's table. Do not give `--codecs` a run file
 whose answers are regenerated unless each codec shall regenerate them.
 """
 
@@ -29,8 +30,20 @@ from data.manifest import read_manifest
 from data.settings import Run, load_run
 from pipeline.acceptance import compare, pooled
 
-COLUMNS = ("run", "drafter", "checkpoint", "codec", "bytes a token", "extract s", "train s", "benchmark", "prompts",
-           "acceptance", "95 %", "first", "of the first line", "95 % (paired)")  # fmt: skip
+COLUMNS = (
+    "run",
+    "drafter",
+    "checkpoint",
+    "codec",
+    "bytes a token",
+    "extract s",
+    "train s",
+    "benchmark",
+    "prompts",
+    "acceptance, 95 %",
+    "first prompts",
+    "of the first line, 95 % (paired)",
+)
 
 
 def of_codecs(path: Path, codecs: Sequence[str]) -> list[Path]:
@@ -52,41 +65,66 @@ def follow(path: Path) -> bool:
     return subprocess.run(command, check=False).returncode == 0
 
 
-def lines(run: Run, first: int, bases: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """A line for each record of the run. `bases` keeps the first record of each benchmark."""
+def rows_of(run: Run, first: int, bases: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A row for each record of the run. `bases` keeps the first record of each benchmark."""
     layout, cache = Layout.of(run), Layout.of_cache(run)
     manifests = [path for part in range(run.extract.parts) if (path := cache.cache_part(part)).exists()]
     counts = [read_manifest(path, "cache")["counts"] for path in manifests]  # none of a cache that is not kept
     tokens = sum(count["tokens"] for count in counts)
-    size = f"{sum(count['bytes'] for count in counts) / tokens:,.0f}" if tokens else ""
-    extract = seconds(layout.benchmarks.glob("extract/*.tsv"))
     for drafter in run.drafters:
-        train = seconds(layout.benchmarks.glob(f"train/{drafter}.tsv"))
         for path in sorted(layout.eval(drafter).glob("*.json")):
             record = json.loads(path.read_text())
             if "by_prompt" not in record:
                 continue
             base = bases.setdefault(record["benchmark"], record)
-            ratio = compare(record["by_prompt"], base["by_prompt"], run.eval.seed)
-            whole = record["pooled"]
             few = np.array([counts for _, *counts in record["by_prompt"][:first]], float)
-            yield (run.name, drafter, record["checkpoint"], run.extract.codec, size, extract, train,
-                   record["benchmark"], str(record["prompts"]), f"**{whole['value']:.3f}**",
-                   f"{whole['low']:.3f} to {whole['high']:.3f}", f"{float(pooled(few)):.3f}", f"{ratio['value']:.4f}",
-                   f"{ratio['low']:.4f} to {ratio['high']:.4f}")  # fmt: skip
+            yield {
+                "run": run.name,
+                "drafter": drafter,
+                "checkpoint": record["checkpoint"],
+                "codec": run.extract.codec,
+                "bytes_per_token": sum(count["bytes"] for count in counts) / tokens if tokens else None,
+                "extract_s": seconds(layout.benchmarks.glob("extract/*.tsv")),
+                "train_s": seconds(layout.benchmarks.glob(f"train/{drafter}.tsv")),
+                "benchmark": record["benchmark"],
+                "prompts": record["prompts"],
+                "acceptance": record["pooled"],
+                "first": {"prompts": len(few), "acceptance": float(pooled(few))},
+                "of_first_line": compare(record["by_prompt"], base["by_prompt"], run.eval.seed),
+            }
 
 
-def seconds(paths: Iterable[Path]) -> str:
-    """Sum of the wall-clock that Snakemake measured, starts included; empty where it ran nothing."""
+def seconds(paths: Iterable[Path]) -> float | None:
+    """Sum of the wall-clock that Snakemake measured, starts included; None where it ran nothing."""
     found = [row["s"] for path in paths for row in csv.DictReader(path.open(), delimiter="\t")]
-    return f"{sum(map(float, found)):.0f}" if found else ""
+    return sum(map(float, found)) if found else None
 
 
-def table(paths: Sequence[Path], first: int) -> str:
+def of_runs(paths: Sequence[Path], first: int) -> list[dict[str, Any]]:
+    """Rows of several runs; the first of each benchmark is what the others are compared with."""
     bases: dict[str, Any] = {}
-    rows = [line for path in paths for line in lines(load_run(path), first, bases)]
-    heads = [f"first {first}" if name == "first" else name for name in COLUMNS]
-    return "\n".join("| " + " | ".join(row) + " |" for row in [heads, ["---"] * len(heads), *rows])
+    return [row for path in paths for row in rows_of(load_run(path), first, bases)]
+
+
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """The table of `rows`."""
+    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
+    for row in rows:
+        whole, ratio, few = row["acceptance"], row["of_first_line"], row["first"]
+        cells = [
+            row["run"],
+            row["drafter"],
+            row["checkpoint"],
+            row["codec"],
+            *("" if row[name] is None else f"{row[name]:,.0f}" for name in ("bytes_per_token", "extract_s", "train_s")),
+            row["benchmark"],
+            str(row["prompts"]),
+            f"**{whole['value']:.3f}** [{whole['low']:.3f}, {whole['high']:.3f}]",
+            f"{few['acceptance']:.3f} ({few['prompts']})",
+            f"{ratio['value']:.4f} [{ratio['low']:.4f}, {ratio['high']:.4f}]",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -94,6 +132,7 @@ def main() -> None:
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN.yaml")
     parser.add_argument("--codecs", nargs="+", default=[])
     parser.add_argument("--first", type=int, default=32, help="prompts of the column beside the whole benchmark")
+    parser.add_argument("--out", type=Path, help="JSON of all rows")
     options = parser.parse_args()
     paths = options.runs
     if options.codecs:
@@ -102,7 +141,10 @@ def main() -> None:
         for path in made:
             if path not in paths:
                 print(f"failed, left out: {path}")
-    print(table(paths, options.first))
+    rows = of_runs(paths, options.first)
+    if options.out:
+        options.out.write_text(json.dumps(rows, indent=1) + "\n")
+    print(markdown(rows))
 
 
 if __name__ == "__main__":

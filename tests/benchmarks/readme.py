@@ -1,0 +1,42 @@
+"""The README's tables, written from the records that benchmarks leave.
+
+    python -m tests.benchmarks.readme                 # write every table of README.md anew
+
+A benchmark leaves its rows as a JSON list in tests/benchmarks/records/. In README.md a table stands between the lines
+`<!-- records: NAME.json -->` and `<!-- end of NAME.json -->`, and no number in it is typed by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks import codecs, reference, step
+
+README = Path(__file__).parents[2] / "README.md"
+RECORDS = Path(__file__).parent / "records"
+WRITERS: dict[str, Callable[[Sequence[dict[str, Any]]], str]] = {
+    "codecs": codecs.markdown,
+    "reference": reference.markdown,
+    "step": step.table,
+}
+"""What makes a table of records, by the first word of their file's name."""
+
+
+def written(text: str) -> str:
+    """`text` of a README with every table made of its records."""
+
+    def table(match: re.Match[str]) -> str:
+        name = match["name"]
+        rows = json.loads((RECORDS / name).read_text())
+        made = WRITERS[re.split(r"\W", name)[0]](rows)
+        return f"<!-- records: {name} -->\n\n{made}\n\n<!-- end of {name} -->"
+
+    return re.sub(r"<!-- records: (?P<name>\S+) -->.*?<!-- end of (?P=name) -->", table, text, flags=re.S)
+
+
+if __name__ == "__main__":
+    README.write_text(written(README.read_text()))

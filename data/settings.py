@@ -54,9 +54,7 @@ class Target(Section):
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Number format that the target runs in."""
     gpus: Positive = 1
-    """GPUs that one copy of the target needs."""
-    parallel: Literal["layers", "tensor"] = "layers"
-    """How one copy is spread when `gpus` > 1: whole layers a GPU, or tensor parallel."""
+    """GPUs that one copy of the target needs, whole layers on each."""
     trust_remote_code: bool = False
     """Let the checkpoint's own Python code run. Off unless you have read that code."""
 

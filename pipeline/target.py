@@ -102,8 +102,6 @@ def load_target(run: Run, device: str, dtype: torch.dtype | None = None) -> Targ
     """
     folder = resolve_target(run)
     settings = run.target
-    if settings.gpus > 1 and settings.parallel == "tensor":
-        raise BadInput("target.parallel: tensor is not supported; `layers` spreads whole layers over the GPUs")
     try:
         with quiet():
             model = AutoModelForCausalLM.from_pretrained(

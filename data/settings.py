@@ -10,12 +10,12 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from data.errors import BadInput
 from data.explain import explain
+from data.yaml_file import read_yaml
 
 FORMAT = 1
 """Version of everything that stages write. A change here makes every stage run again."""
@@ -443,15 +443,10 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 def load_run(path: str | Path) -> Run:
     """Read and check a run file.
 
-    Raises BadInput, in one line, when it is missing, not YAML, or breaks a rule.
+    Raises BadInput, in one line, when it is missing, not YAML, gives a key twice, or breaks a rule.
     """
     path = Path(path)
-    try:
-        body = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BadInput(f"{path}: cannot read the run file: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        raise BadInput(f"{path}: not a YAML file: {' '.join(str(error).split())[:300]}") from None
+    body = read_yaml(path)
     if not isinstance(body, dict):
         raise BadInput(f"{path}: a run file is a mapping of sections, found {type(body).__name__}")
     try:

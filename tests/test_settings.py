@@ -79,6 +79,62 @@ def test_a_bad_run_file_is_refused_in_one_line_that_names_the_key(
 
 
 @pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("train.lr", "learning_rate"),
+        ("train.wd", "weight_decay"),
+        ("train.bs", "batches_per_step"),
+        ("train.batch_size", "batches_per_step"),
+        ("train.seq_len", "context_tokens"),
+        ("train.num_train_epochs", "epochs"),
+        ("train.warmup_ratio", "warmup"),
+        ("train.lr_scheduler", "schedule"),
+        ("train.gradient_accumulation_steps", "batches_per_step"),
+        ("train.eval_every", "validate_every"),
+        ("extract.bs", "tokens_per_batch"),
+        ("eval.bs", "batch_size"),
+        ("data.seq_len", "max_length"),
+        ("data.max_seq_len", "max_length"),
+        ("target.model_name", "model"),
+        ("target.precision", "dtype"),
+        ("evaluation", "eval"),
+        ("dataset", "data"),
+    ],
+)
+def test_what_other_programs_call_a_setting_leads_to_ours(tmp_path: Path, typed: str, meant: str) -> None:
+    with pytest.raises(BadInput, match=f"unknown key `{typed}`; did you mean `{meant}`"):
+        load_run(write(tmp_path, changed(typed, 1)))
+
+
+@pytest.mark.parametrize("typed", ["train.dropout", "data.zz", "target.quantisation"])
+def test_a_key_that_is_near_nothing_gets_the_whole_list(tmp_path: Path, typed: str) -> None:
+    with pytest.raises(BadInput, match="valid keys here"):
+        load_run(write(tmp_path, changed(typed, 1)))
+
+
+SECTIONS = "name: r\ntarget: {model: tiny:0}\ndata: {train: [{path: a}]}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (SECTIONS + "train: {epochs: 2}\neval: {}\ntrain: {seed: 1}\n", "line 6: `train` .* second time, after line 4"),
+        (SECTIONS + "train:\n  epochs: 2\n  'epochs': 3\n", "line 6: `epochs` is given a second time, after line 5"),
+        (SECTIONS + "drafters: {base: {layers: 1}, base: {layers: 2}}\n", "line 4: `base` is given a second time"),
+    ],
+)
+def test_a_key_that_stands_twice_is_refused_with_its_lines(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(BadInput, match=f"run.yaml: {words}"):
+        load_run(write(tmp_path, text))
+
+
+def test_a_merged_mapping_may_be_overridden(tmp_path: Path) -> None:
+    text = SECTIONS + "drafters:\n  base: &base {layers: 1, block_size: 4}\n  wide: {<<: *base, layers: 2}\n"
+    run = load_run(write(tmp_path, text))
+    assert [(drafter.layers, drafter.block_size) for drafter in run.drafters.values()] == [(1, 4), (2, 4)]
+
+
+@pytest.mark.parametrize(
     ("text", "wanted"),
     [
         ("", "a run file is a mapping of sections, found NoneType"),

@@ -6,7 +6,6 @@ the string below it. Paths are relative to the folder that the command is run in
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -453,9 +452,3 @@ def load_run(path: str | Path) -> Run:
         return Run.model_validate(body)
     except ValidationError as error:
         raise BadInput(f"{path}: {explain(error, Run)}") from None
-
-
-def section_json(*sections: BaseModel, **more: Any) -> str:
-    """Settings as sorted JSON: Snakemake's `params`, and what fingerprints are made of."""
-    body = [section.model_dump(mode="json", by_alias=True) for section in sections]
-    return json.dumps({"format": FORMAT, "settings": body, **more}, sort_keys=True)

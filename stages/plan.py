@@ -61,13 +61,10 @@ def amounts_of(run: Run) -> Amounts:
     layout = Layout.of(run)
     parts = [layout.tokens(part) for part in range(run.extract.parts)]
     if all(path.exists() for path in parts):
-        rows = (
-            (len(row.token_ids), row.supervised)
-            for path in parts
-            for row in read_tokens(path.with_suffix(".parquet"))
-            if read_manifest(path, "tokens")
-        )
-        return count(run, rows, None)
+        for path in parts:
+            read_manifest(path, "tokens")
+        tables = (read_tokens(path.with_suffix(".parquet")) for path in parts)
+        return count(run, ((len(row.token_ids), row.supervised) for table in tables for row in table), None)
     return count(run, *guessed_rows(run))
 
 

@@ -33,6 +33,17 @@ def test_forecast_bytes_are_the_cache_s_bytes(make_run: Callable[..., Run], tmp_
     assert abs(forecast - counts["bytes"]) < 0.1 * counts["bytes"]
 
 
+def test_a_manifest_is_read_once_and_not_for_every_row(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run("read-once", extract={"parts": 2, "codec": "fp8"})
+    write_token_parts(run, rows=20)
+    read: list[Path] = []
+    monkeypatch.setattr("stages.plan.read_manifest", lambda path, kind: read.append(path))
+    assert amounts_of(run).rows == 20
+    assert len(read) == 2
+
+
 def test_plan_before_anything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny_root: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     one = {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes, hello there"}]}

@@ -156,7 +156,8 @@ BAD: list[tuple[Any, str]] = [
 
 def test_torture_file(run_of: MakeRun) -> None:
     path, run = run_of([*GOOD.values(), *(row for row, _ in BAD)])
-    prepare(path)
+    printed = prepare(path)
+    assert "dropped 1: image (an image, audio or video part: only text can be trained on)" in printed
     body = account(run)
     assert body["counts"]["rows_in"] == len(GOOD) + len(BAD)
     assert body["counts"]["kept"] == len(GOOD)

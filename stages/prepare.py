@@ -223,7 +223,7 @@ class Preparation:
         path = getattr(self.layout, kind)(part)
         body = {
             **account.body(),
-            "fingerprint": fingerprint({"made_from": self.wanted, "digest": digest}),
+            "fingerprint": fingerprint({"digest": digest, **self.shape["tokenizer"]}),  # of this part's rows alone
             "made_from": self.wanted,
             "settings": self.shape["settings"],
             "digest": digest,

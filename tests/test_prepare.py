@@ -23,7 +23,7 @@ from tokenizers import processors
 from data.conversations import REASONS
 from data.errors import BadInput, Failure
 from data.layout import Layout
-from data.manifest import read_manifest
+from data.manifest import read_json, read_manifest
 from data.settings import Data, Run, load_run
 from data.sources import Chunk
 from data.spill import Seen
@@ -436,6 +436,25 @@ def test_a_second_run_changes_nothing_and_other_settings_do(run_of: MakeRun) -> 
     _, run = run_of(rows, {"supervise": "last"})
     prepare(path)
     assert snapshot(run) != first
+
+
+def test_new_rows_change_what_their_own_part_is_and_no_other(run_of: MakeRun) -> None:
+    def fingerprints(data: dict[str, Any], rows: int) -> list[list[str]]:
+        path, run = run_of([chat(f"answer {i}", id=f"row-{i}") for i in range(rows)], data={**data, "validation": 0.0})
+        prepare(path)
+        layout = Layout.of(run)
+        kinds = (layout.prompts, layout.tokens)
+        return [[read_json(of(part), "")["fingerprint"] for part in range(run.extract.parts)] for of in kinds]
+
+    def changed(before: list[list[str]], after: list[list[str]]) -> list[set[int]]:
+        return [
+            {i for i, (a, b) in enumerate(zip(*each, strict=True)) if a != b}
+            for each in zip(before, after, strict=True)
+        ]
+
+    first, second = fingerprints({}, 20), fingerprints({}, 21)
+    assert changed(first, second) == [{row_hash("row-20") % 3}] * 2
+    assert changed(second, fingerprints({"template_arguments": {"enable_thinking": False}}, 21)) == [{0, 1, 2}] * 2
 
 
 def test_the_manifest_of_the_whole_comes_back_when_only_that_is_gone(run_of: MakeRun) -> None:

@@ -82,12 +82,17 @@ def _files(run: Run) -> Iterator[Check]:
 
 
 def _wanted_gpus(run: Run) -> Iterator[Check]:
-    """Whether there are as many GPUs as a copy of the target, or one drafter, is spread over; none means the CPU."""
-    have = len(devices.visible())
-    wanted = {"target.gpus": run.target.gpus} | {f"drafters.{n}.gpus": d.gpus for n, d in run.drafters.items()}
-    for key, count in wanted.items():
-        if have and count > have:
-            yield Check(key, "failure", f"{count} GPUs wanted, {have} here", f"set {key} to at most {have}")
+    """Whether there are as many GPUs as a copy of the target, or one machine's share of a drafter, is spread over; none
+    means the CPU."""
+    have, nodes = len(devices.visible()), run.jobs.nodes
+    wanted = {"target.gpus": (run.target.gpus, 1)}
+    wanted |= {f"drafters.{name}.gpus": (drafter.gpus, nodes) for name, drafter in run.drafters.items()}
+    for key, (count, machines) in wanted.items():
+        each = count // machines
+        if have and each > have:
+            where = f" on each of {machines} machines (`jobs.nodes`)" if machines > 1 else ""
+            text = f"{each} GPUs wanted{where}, {have} here"
+            yield Check(key, "failure", text, f"set {key} to at most {have * machines}")
 
 
 def _models(run: Run) -> Iterator[Check]:

@@ -208,6 +208,10 @@ def test_doctor_counts_the_gpus_that_are_asked_for(
     checks = asked(run_file, capsys, drafters={"base": {"gpus": 2}})
     assert checks["drafters.base.gpus"]["found"] == "2 GPUs wanted, 1 here"
     assert "target.gpus" not in checks
+    checks = asked(run_file, capsys, drafters={"base": {"gpus": 4}, "wide": {"gpus": 2}}, jobs={"nodes": 2})
+    assert checks["drafters.base.gpus"]["found"] == "2 GPUs wanted on each of 2 machines (`jobs.nodes`), 1 here"
+    assert checks["drafters.base.gpus"]["remedy"] == "set drafters.base.gpus to at most 2"
+    assert "drafters.wide.gpus" not in checks
 
 
 @pytest.mark.parametrize(

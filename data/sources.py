@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 
 from data.conversations import Rejected
 from data.errors import BadInput
+from data.formats import detect
 from data.manifest import crc32c
 from data.settings import Source
 
@@ -215,24 +216,40 @@ def text_rows(path: Path) -> Iterator[Raw]:
 
 
 def json_rows(path: Path) -> Iterator[Raw]:
-    """Elements of a JSON array, rows of an object that wraps one, or JSON lines under a `.json` name."""
+    """Elements of a JSON array, rows of an object that wraps one, or JSON lines under a `.json` name: those are told by
+    a first line that is whole and not the last."""
     with opened(path) as file:
-        head = file.read(BLOCK).removeprefix(b"\xef\xbb\xbf").lstrip()
-    if head[:1] == b"[" and not first_line_is_json(head):
-        yield from array_rows(path)
-    elif first_line_is_json(head):
+        line = first_line(file)
+        lines = not only_blanks(file) and is_json(line)
+    if lines:
         yield from line_rows(path)
+    elif line.startswith(b"["):
+        yield from array_rows(path)
     else:
         yield from wrapped_rows(path)
 
 
-def first_line_is_json(head: bytes) -> bool:
-    line, _, rest = head.partition(b"\n")
+def first_line(file: BinaryIO) -> bytes:
+    """The first line that is not blank, without a byte-order mark; of an array's at most a block, since a big array may
+    stand on one line."""
+    line = file.readline(BLOCK).removeprefix(b"\xef\xbb\xbf")
+    while line and not line.strip():
+        line = file.readline(BLOCK)
+    line = line.lstrip()
+    return line if line.startswith(b"[") or line.endswith(b"\n") else line + file.readline()
+
+
+def only_blanks(file: BinaryIO) -> bool:
+    """Whether nothing but white space is left."""
+    return not any(block.strip() for block in iter(lambda: file.read(BLOCK), b""))
+
+
+def is_json(line: bytes) -> bool:
     try:
         json.loads(line)
     except (ValueError, RecursionError):
         return False
-    return bool(rest.strip()) or line.startswith(b"{")
+    return True
 
 
 def array_rows(path: Path) -> Iterator[Raw]:
@@ -243,6 +260,8 @@ def array_rows(path: Path) -> Iterator[Raw]:
         while True:
             text = text.lstrip().removeprefix(",").lstrip()
             if text.startswith("]"):
+                if text[1:].strip() or any(more.strip() for more in iter(lambda: file.read(BLOCK), "")):
+                    raise BadInput(f"{path}: more follows the JSON array: name the file .jsonl if a line is a row")
                 return
             try:
                 value, end = decoder.raw_decode(text)
@@ -259,7 +278,7 @@ def array_rows(path: Path) -> Iterator[Raw]:
 
 
 def wrapped_rows(path: Path) -> Iterator[Raw]:
-    """Rows of `{"data": [...]}` and the like: an object with exactly one list of objects."""
+    """Rows of `{"data": [...]}` and the like: an object with exactly one list of objects that is no row itself."""
     with opened(path) as file:
         try:
             body = json.load(file)
@@ -267,11 +286,22 @@ def wrapped_rows(path: Path) -> Iterator[Raw]:
             raise BadInput(
                 f"{path}: not JSON ({error}): repair the file, or name it .jsonl if a line is a row"
             ) from None
+    if not isinstance(body, dict):
+        raise BadInput(f"{path}: one JSON {type(body).__name__}, neither an array nor an object: it holds no rows")
     lists = [value for value in body.values() if isinstance(value, list) and value and isinstance(value[0], dict)]
-    if len(lists) == 1 and "messages" not in body and "conversations" not in body:
+    if len(lists) == 1 and not is_row(body):
         yield from lists[0]
     else:
         yield body
+
+
+def is_row(body: dict[str, Any]) -> bool:
+    """Whether an object has the fields of a conversation."""
+    try:
+        detect(body)
+    except Rejected:
+        return False
+    return True
 
 
 def parquet_rows(path: Path) -> Iterator[Raw]:

@@ -192,14 +192,42 @@ def test_json_arrays_are_read_one_by_one(tmp_path: Path) -> None:
     body = [{"text": "x" * 300_000, "n": i} for i in range(8)]
     path.write_text(json.dumps(body, indent=1))
     assert rows_of(path) == body
-    path.write_text(json.dumps(body))
+    for around in ("", "\ufeff\n "):
+        path.write_text(around + json.dumps(body) + "\n", encoding="utf-8")
+        assert rows_of(path) == body
+
+
+@pytest.mark.parametrize("indent", [1, None])
+@pytest.mark.parametrize("rows", [2, 3000])
+@pytest.mark.parametrize("around", ["", "\n", "\ufeff\n "])
+def test_json_objects_that_wrap_rows(tmp_path: Path, indent: int | None, rows: int, around: str) -> None:
+    path = tmp_path / "rows.json"
+    body = [{"text": "a" * 500, "n": i} for i in range(rows)]
+    path.write_text(around + json.dumps({"version": 1, "data": body}, indent=indent) + "\n", encoding="utf-8")
     assert rows_of(path) == body
 
 
-def test_json_objects_that_wrap_rows(tmp_path: Path) -> None:
+@pytest.mark.parametrize("length", [3, 3 << 20])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_json_lines_of_any_length_under_the_name_of_json(tmp_path: Path, length: int, rows: int) -> None:
     path = tmp_path / "rows.json"
-    path.write_text(json.dumps({"version": 1, "data": [{"text": "a"}, {"text": "b"}]}, indent=1))
-    assert rows_of(path) == [{"text": "a"}, {"text": "b"}]
+    body = [{"prompt": "p" * length, "response": "a", "tools": [{"name": "f"}], "n": i} for i in range(rows)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in body))
+    assert rows_of(path) == body
+    path.write_text(json.dumps(body[0], indent=1))
+    assert rows_of(path) == body[:1]
+
+
+def test_json_lines_that_are_arrays(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text("[1, 2]\n[3]\n")
+    assert rows_of(path) == [[1, 2], [3]]
+    path.write_text(json.dumps([{"text": "x" * 2_000_000}]) + "\n[3]\n")
+    with pytest.raises(BadInput, match=r"rows\.json: more follows the JSON array: name the file \.jsonl"):
+        rows_of(path)
+    path.write_text('"rows"')
+    with pytest.raises(BadInput, match="one JSON str, neither an array nor an object"):
+        rows_of(path)
 
 
 def test_tables(tmp_path: Path) -> None:

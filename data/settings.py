@@ -9,7 +9,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from data.errors import BadInput
@@ -69,6 +78,9 @@ class Source(Section):
     """Configuration name of a hub data set."""
     split: str = "train"
     """Split of a hub data set or of a saved `datasets` folder."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub data set; null takes the newest whenever `prepare` reads it, and records its
+    commit."""
     streaming: bool = False
     """Read a hub data set without downloading it whole."""
     format: Literal["auto", "messages", "conversations", "prompt_response", "alpaca", "turns", "text", "token_ids"] = (
@@ -82,7 +94,15 @@ class Source(Section):
     def _one_place(self) -> Source:
         if (self.path is None) == (self.hub is None):
             raise ValueError("give exactly one of `path` and `hub`")
+        if self.path is not None and self.revision is not None:
+            raise ValueError("`revision` is of hub data sets; leave it out beside `path`")
         return self
+
+    @model_serializer(mode="wrap")
+    def _without_null_revision(self, dump: Any) -> dict[str, Any]:
+        """As it was before there was one, so that what was made then stays current."""
+        body = dump(self)
+        return {name: value for name, value in body.items() if (name, value) != ("revision", None)}
 
 
 class Server(Section):

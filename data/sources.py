@@ -12,12 +12,13 @@ import importlib
 import io
 import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from data import hub
 from data.conversations import Rejected
 from data.errors import BadInput
 from data.formats import detect
@@ -49,7 +50,7 @@ class Chunk:
 
 def label(source: Source) -> str:
     """How a source is called in tables and messages."""
-    return source.path or f"{source.hub}/{source.subset or 'default'}/{source.split}"
+    return source.path or hub.label(source)
 
 
 def chunks(sources: Iterable[Source], cache: Path, size: int | None = None) -> Iterator[Chunk]:
@@ -113,7 +114,7 @@ def decode(row: Raw) -> Any:
 def files_of(source: Source, cache: Path) -> Iterator[tuple[str, Iterator[Raw]]]:
     """Names and rows of the files of a source."""
     if source.hub is not None:
-        yield label(source), hub_rows(source, cache)
+        yield label(source), hub.hub_rows(source, cache)
         return
     path = Path(source.path or "")
     if is_saved_dataset(path):
@@ -343,27 +344,13 @@ def saved_rows(path: Path, split: str) -> Iterator[Raw]:
     yield from data
 
 
-def hub_rows(source: Source, cache: Path) -> Iterator[Raw]:
-    """Rows of a hub data set. What `datasets` makes of it lies in `cache`; the files as they came, where the hub's own
-    client keeps them (`HF_HOME`).
-
-    Raises BadInput, in one line, for a set that is missing, out of reach, gated or damaged.
-    """
-    from datasets import load_dataset
-
-    try:
-        yield from load_dataset(
-            source.hub, source.subset, split=source.split, streaming=source.streaming, cache_dir=str(cache)
-        )
-    except Exception as error:  # what the hub's clients raise has no common base
-        why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise BadInput(f"data set {label(source)}: cannot be read to its end ({why})") from None
-
-
-def source_record(source: Source) -> dict[str, Any]:
-    """What identifies a source's content: sizes and checksums of its files, or the hub's names."""
+def source_record(source: Source, commits: Mapping[str, str]) -> dict[str, Any]:
+    """What identifies a source's content: sizes and checksums of its files, or the hub's names and its commit, where
+    `commits` (of `hub.commits`) has it."""
     if source.hub is not None:
-        return {"hub": source.hub, "subset": source.subset, "split": source.split, "limit": source.limit}
+        body = {"hub": source.hub, "subset": source.subset, "split": source.split, "limit": source.limit}
+        commit = commits.get(hub.name_of(source))
+        return body if commit is None else {**body, "commit": commit}
     path = Path(source.path or "")
     files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else data_files(path)
     sums = [{"name": file.name, "bytes": file.stat().st_size, "crc32c": crc32c(file)} for file in files]

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -389,6 +390,30 @@ def test_a_benchmark_out_of_reach_is_named_and_counted_when_it_is_there(
         "maths": {"rows": 2, "ids": sorted(["a", "b"], key=lambda name: (row_hash(name) % 3, row_hash(name)))},
         "own": {"rows": 1, "ids": ["c"]},
     }
+
+
+def test_a_hub_set_that_changed_is_not_current(run_of: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    state = {"commit": "a" * 40, "offline": False}
+    rows = [chat(f"answer {i}", id=f"row-{i}") for i in range(4)]
+
+    def tell(*_: Any, **__: Any) -> Any:
+        return SimpleNamespace(sha=state["commit"])
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: iter(rows))
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", tell)
+    monkeypatch.setattr("huggingface_hub.constants.is_offline_mode", lambda: state["offline"])
+    path, run = run_of([], {"train": [{"hub": "some/set"}]})
+    prepare(path)
+    assert account(run)["commits"] == {"some/set@newest": "a" * 40}
+    state["offline"] = True
+    assert "all parts are there and current" in prepare(path), "without network nothing is made again"
+    state |= {"offline": False, "commit": "b" * 40}
+    rows.append(chat("new", id="new"))
+    assert "current" not in prepare(path)
+    assert account(run)["counts"]["rows_in"] == 5
+    assert "all parts are there and current" in prepare(path)
 
 
 def test_dropped_too_many_fails_and_publishes_nothing(run_of: MakeRun) -> None:

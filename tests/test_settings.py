@@ -62,6 +62,7 @@ REFUSED = [
     ("data.train", "rows.jsonl", "`data.train`: needs a list, for example `[{path: rows.jsonl}]`"),
     ("data.train", [], "`data.train`"),
     ("data.train", [{"path": "a", "hub": "b"}], "give exactly one of `path` and `hub`"),
+    ("data.train", [{"path": "a", "revision": "main"}], "`revision` is of hub data sets; leave it out beside `path`"),
     ("data.validation", 1.5, "data.validation"),
 ]
 

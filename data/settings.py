@@ -21,6 +21,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from data import rope
 from data.errors import BadInput
 from data.explain import explain
 from data.yaml_file import read_yaml
@@ -41,6 +42,15 @@ def _no_secret(url: str) -> str:
 
 
 Url = Annotated[str, AfterValidator(_no_secret)]
+
+
+def ascending(layers: Any) -> Any:
+    """`auto`, or layer ids in the one order that exports and engines understand."""
+    if layers != "auto" and not layers:
+        raise ValueError("give at least one layer id, or `auto`")
+    if layers != "auto" and list(layers) != sorted(set(layers)):
+        raise ValueError(f"layer ids must ascend without repeats, got {list(layers)}")
+    return layers
 
 
 class Section(BaseModel):
@@ -203,9 +213,7 @@ class Extract(Section):
     @field_validator("layers")
     @classmethod
     def _ascending(cls, layers: Any) -> Any:
-        if layers != "auto" and list(layers) != sorted(set(layers)):
-            raise ValueError(f"layer ids must ascend without repeats, got {list(layers)}")
-        return layers
+        return ascending(layers)
 
 
 class Loss(Section):
@@ -219,6 +227,10 @@ class Loss(Section):
     """D-PACE: floor of a slot's confidence."""
     distill: Share = 1.0
     """Share of the distillation term beside cross entropy (kinds `kl` and `tv`)."""
+
+
+DISTILLED = ("kl", "tv")
+"""Losses that need the target's own distribution in the cache."""
 
 
 class Train(Section):
@@ -291,7 +303,7 @@ class Train(Section):
 
 
 class Drafter(Section):
-    """One drafter. What is null follows the target."""
+    """One drafter. Sizes and RoPE that are null follow the target."""
 
     layers: Positive = 5
     """Transformer layers."""
@@ -314,13 +326,36 @@ class Drafter(Section):
     rope_theta: Annotated[float, Field(gt=0)] | None = None
     """RoPE base."""
     rope_scaling: dict[str, Any] | None = None
-    """RoPE scaling in Hugging Face's form (`rope_type: linear | llama3 | yarn`, ...)."""
+    """RoPE scaling in Hugging Face's form (`rope_type: linear | llama3 | yarn`, ...); `rope_type: default` is none.
+    A target whose scaling is of another form is not followed: `doctor`, `plan` and `train` say what is taken."""
     sliding_window: Positive | None = None
-    """Window of the sliding layers, in tokens."""
+    """Window of the sliding layers, in tokens; null lets all layers see everything."""
     full_layers: Annotated[int, Field(ge=0)] | None = None
     """With `sliding_window`: how many of the last layers keep full attention; null is none."""
     train: dict[str, Any] = {}
     """Overrides of the run's `train` section for this drafter."""
+
+    @field_validator("taps")
+    @classmethod
+    def _ascending(cls, taps: Any) -> Any:
+        return ascending(taps)
+
+    @field_validator("rope_scaling")
+    @classmethod
+    def _known_scaling(cls, scaling: Any) -> Any:
+        if scaling is not None and (problem := rope.problem(scaling)):
+            raise ValueError(problem)
+        return scaling
+
+    @model_validator(mode="after")
+    def _fits_itself(self) -> Drafter:
+        if self.heads and self.kv_heads and self.heads % self.kv_heads:
+            raise ValueError(f"heads {self.heads} do not divide by kv_heads {self.kv_heads}")
+        if self.full_layers and self.sliding_window is None:
+            raise ValueError(f"full_layers {self.full_layers} needs `sliding_window`: without one all layers are full")
+        if self.full_layers and self.full_layers > self.layers:
+            raise ValueError(f"full_layers {self.full_layers} of {self.layers} layers: at most {self.layers}")
+        return self
 
 
 class Benchmark(Section):
@@ -438,17 +473,28 @@ class Run(Section):
         return self.drafters[name]
 
     @model_validator(mode="after")
-    def _drafters_train(self) -> Run:
+    def _drafters_fit(self) -> Run:
         for name, drafter in self.drafters.items():
             try:
                 train = self.train_of(name)
             except ValidationError as error:
                 raise ValueError(f"drafters.{name}.train: {explain(error, Train)}") from None
-            if train.batches_per_step % drafter.gpus:
-                raise ValueError(
-                    f"drafters.{name}: batches_per_step {train.batches_per_step} does not divide by gpus {drafter.gpus}"
-                )
+            if problem := self._misfit(drafter, train):
+                raise ValueError(f"drafters.{name}: {problem}")
         return self
+
+    def _misfit(self, drafter: Drafter, train: Train) -> str | None:
+        """What of a drafter the rest of the run file contradicts: told now, not after hours of extraction."""
+        layers, nodes = self.extract.layers, self.jobs.nodes
+        if train.batches_per_step % drafter.gpus:
+            return f"batches_per_step {train.batches_per_step} does not divide by gpus {drafter.gpus}"
+        if drafter.gpus % nodes:
+            return f"gpus {drafter.gpus} does not divide by jobs.nodes {nodes}"
+        if train.loss.kind in DISTILLED and not self.extract.extras:
+            return f"loss kind `{train.loss.kind}` needs a teacher: set extract.extras to [last_hidden] or [top_k]"
+        if layers != "auto" and drafter.taps != "auto" and not set(drafter.taps) <= set(layers):
+            return f"taps {list(drafter.taps)} are not all in extract.layers {list(layers)}: change one of them"
+        return None
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -50,7 +50,32 @@ REFUSED = [
     ("extract.layers", [3, 3], "layer ids must ascend without repeats"),
     ("drafters.base", {"block_size": 1}, "`drafters.base.block_size`"),
     ("drafters.base", {"train": {"epoch": 1}}, "drafters.base.train: unknown key `epoch`; did you mean `epochs`?"),
-    ("drafters.base", {"gpus": 3}, "batches_per_step 8 does not divide by gpus 3"),
+    ("extract.layers", [], "give at least one layer id"),
+    ("drafters.base", {"gpus": 3}, "drafters.base: batches_per_step 8 does not divide by gpus 3"),
+    ("drafters.base", {"taps": [4, 0]}, "`drafters.base.taps`: layer ids must ascend without repeats"),
+    ("drafters.base", {"heads": 7, "kv_heads": 3}, "`drafters.base`: heads 7 do not divide by kv_heads 3"),
+    ("drafters.base", {"full_layers": 2}, "full_layers 2 needs `sliding_window`: without one all layers are full"),
+    ("drafters.base", {"full_layers": 9, "sliding_window": 64}, "full_layers 9 of 5 layers: at most 5"),
+    (
+        "drafters.base",
+        {"rope_scaling": {"rope_type": "foo"}},
+        "`rope_type` is 'foo', which is none of default, linear,",
+    ),
+    ("drafters.base", {"rope_scaling": {"type": "linear", "factor": 2}}, "`rope_type` is None, which is none of"),
+    ("drafters.base", {"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "needs original_max_position_embeddings"),
+    ("drafters.base", {"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "`factor` is '2', expected a number"),
+    (
+        "drafters.base",
+        {"rope_scaling": {"rope_type": "linear", "factor": 2, "mscale": 1}},
+        "`rope_type: linear` has no m",
+    ),
+    (
+        "train.loss",
+        {"kind": "kl"},
+        "drafters.base: loss kind `kl` needs a teacher: set extract.extras to [last_hidden]",
+    ),
+    ("drafters.base", {"train": {"loss": {"kind": "tv"}}}, "loss kind `tv` needs a teacher"),
+    ("jobs.nodes", 2, "drafters.base: gpus 1 does not divide by jobs.nodes 2"),
     ("drafters", {}, "`drafters`"),
     ("name", "../up", "`name`"),
     ("name", "", "`name`"),
@@ -170,6 +195,14 @@ def test_a_run_is_frozen(tmp_path: Path) -> None:
         run.name = "other"
     with pytest.raises(ValidationError):
         run.train.epochs = 2
+
+
+def test_taps_that_are_not_kept_are_refused_and_those_that_are_pass(tmp_path: Path) -> None:
+    body = changed("extract.layers", [1, 4]) | {"drafters": {"base": {"taps": [0, 4]}}}
+    with pytest.raises(BadInput, match=r"drafters\.base: taps \[0, 4\] are not all in extract\.layers \[1, 4\]"):
+        load_run(write(tmp_path, body))
+    body["drafters"]["base"] = {"taps": [4], "sliding_window": 64, "full_layers": 5, "heads": 6, "kv_heads": 3}
+    assert load_run(write(tmp_path, body)).drafters["base"].taps == (4,)
 
 
 def test_a_drafters_overrides_go_over_train_key_by_key(tmp_path: Path) -> None:

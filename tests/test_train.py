@@ -293,11 +293,6 @@ def test_a_cache_of_other_settings_is_refused_by_name(successor: Run) -> None:
         train(Run.model_validate(body))
 
 
-def test_distillation_needs_a_teacher_in_the_cache(successor: Run) -> None:
-    with pytest.raises(BadInput, match=r"extract\.extras"):
-        train(renamed(successor, "untaught", loss={"kind": "kl"}))
-
-
 def test_warm_start_begins_where_the_other_ended(successor: Run, tmp_path: Path) -> None:
     run = renamed(successor, "first", max_steps=5)
     weights = train(run)

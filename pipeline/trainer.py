@@ -37,7 +37,7 @@ from pipeline.loader import Loader, rank_share
 from pipeline.loss import LossRule
 from pipeline.metrics import Metrics, step_flops
 from pipeline.optimizer import Optimizer
-from pipeline.recipe import drafter_config
+from pipeline.recipe import design_for
 from pipeline.validation import Walker, score_plans, summary
 
 
@@ -64,7 +64,8 @@ class Trainer:
         self.device = torch.device(work.device)
         self.layout, self.settings = Layout.of(run), run.train_of(name)
         self.cache = Cache.open(run)
-        self.config, self.mask_reason = drafter_config(run, name, self.cache)
+        self.design = design_for(run, name, self.cache)
+        self.config = self.design.config
         self.rule = LossRule.of(self.settings.loss, self.config.block_size)
         self.head = self._head()
         held_out = self.cache.rows.validation
@@ -127,13 +128,8 @@ class Trainer:
         return tuple(self.config.sliding_window if sliding else None for sliding in sorted(used))
 
     def _teacher(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-        if self.rule.kind not in ("kl", "tv"):
+        if self.rule.kind not in settings.DISTILLED:
             return {}
-        if not self.cache.teacher_specs:
-            raise BadInput(
-                f"train.loss.kind {self.rule.kind} needs a teacher in the cache: set extract.extras to [last_hidden] "
-                "or [top_k] and extract again"
-            )
         return {name: (spec.shape, spec.dtype) for name, spec in self.cache.teacher_specs.items()}
 
     def _warm_start(self, drafter: Drafter, source: str) -> None:
@@ -191,7 +187,9 @@ class Trainer:
         count = sum(parameter.numel() for parameter in self.drafter.parameters())
         how = f"{self.step.mode}, {str(self.step.dtype).removeprefix('torch.')}"
         say(f"drafter `{self.name}`: {count:,} parameters; {how}")
-        say(f"mask token {self.config.mask_token_id}: {self.mask_reason}")
+        say(f"mask token {self.config.mask_token_id}: {self.design.mask_reason}")
+        if self.design.rope_reason:
+            say(self.design.rope_reason)
         say(f"{len(plan.rows)} rows, {len(self.held_out)} held out; {plan.total_steps} steps, from {start}")
         if self.settings.max_steps is not None and plan.total_steps < self.settings.max_steps:
             say(f"{self.settings.epochs} epochs end before train.max_steps ({self.settings.max_steps}): raise epochs")
@@ -386,7 +384,7 @@ class Trainer:
             "inputs": {"cache": self.cache.fingerprint},
             "settings": json.loads(shaping(self.run, "train", self.name)),
             "config": self.config.record(),
-            "mask_token": {"id": self.config.mask_token_id, "reason": self.mask_reason},
+            "mask_token": {"id": self.config.mask_token_id, "reason": self.design.mask_reason},
             "head": self.head.scales(),
             "target": self.cache.manifest["target"],
             "template": self.cache.manifest["template"],

@@ -293,7 +293,8 @@ class Train(Section):
     keep_best: Positive = 1
     """Best checkpoints kept, by validation acceptance."""
     stall_timeout: Annotated[float, Field(gt=0)] = 600.0
-    """Seconds without a finished step after which the run is ended with all stacks."""
+    """Seconds without a finished step, or progress in a validation, after which training ends itself with all stacks
+    in its log. Before the first step and while a checkpoint is written, `jobs.stall_seconds` holds."""
     readers: Positive = 2
     """Threads that fill batches."""
     loggers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
@@ -410,7 +411,8 @@ class Jobs(Section):
     """How jobs run on machines. Nothing here shapes an artefact."""
 
     stall_seconds: Annotated[float, Field(gt=0)] | None = 3600.0
-    """A stage that shows no progress for this long ends itself, with all stacks in its log; null waits for ever."""
+    """A stage that shows no progress for this long ends itself, with all stacks in its log; null waits for ever (but
+    see `train.stall_timeout`)."""
     busy_share: Share = 0.1
     """Share of a leased GPU's memory that programs outside draftmill may hold."""
     idle_wait_seconds: Annotated[float, Field(ge=0)] = 60.0

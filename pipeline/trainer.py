@@ -225,9 +225,15 @@ class Trainer:
                 if done % train.log_every == 0 or last:
                     bar.note = self._log(done, loader)
                 bar.advance(1)
+                if step == start:  # compiling and capturing, which take minutes, lie behind
+                    self._expect_steps()
                 self._save_or_stop(done, last)
                 if done % train.checkpoint_every == 0 or done % train.validate_every == 0:
                     self._clock(done, loader)
+
+    def _expect_steps(self) -> None:
+        """From here on a step ends now and then, or this rank does."""
+        self.work.allow(self.settings.stall_timeout, "train.stall_timeout")
 
     def _save_or_stop(self, done: int, last: bool) -> None:
         train = self.settings
@@ -256,7 +262,7 @@ class Trainer:
         """Fetch the sums of the interval (the host waits here), look for bad numbers, write a line."""
         sums = self._over_ranks(self.step.take_sums())
         host = {name: value.cpu().numpy() for name, value in sums.items()}
-        self.work.beat()
+        self._expect_steps()
         self._refuse_bad_numbers()
         seconds, steps = time.perf_counter() - self._since, max(done - self._since_step, 1)
         interval = (done - 1) % self.settings.log_every + 1
@@ -302,6 +308,7 @@ class Trainer:
                 fill(self.cache, self.shape, BatchPlan((document,), plan.scale, plan.noise_seed), views)
                 self.step.inputs_from(views)
                 self.step.run_micro(True, False)
+                self.work.beat()
                 broken = [n for n, p in self.drafter.named_parameters() if not torch.isfinite(p.grad).all()]
                 if broken:
                     rows.append(self.cache.row_id(document.row))
@@ -326,6 +333,7 @@ class Trainer:
                 scorer.next_into(self.step.buffer)
                 self.step.score()
                 walker.add(plan, self.step.matches.cpu().numpy())
+                self.work.beat()
         finally:
             scorer.close()
         blocks = walker.blocks()
@@ -344,6 +352,9 @@ class Trainer:
         return result
 
     def _save(self, done: int, validation: dict[str, Any] | None) -> None:
+        """Write a checkpoint. That takes what the disk takes, on ranks that wait for the first one too: until all have
+        come to a log point, only `jobs.stall_seconds` holds."""
+        self.work.allow()
         sums = self._over_ranks({name: tensor.clone() for name, tensor in self.step.sums.items()})
         if self.rank == 0:
             state = self.optimizer.tensors() | {f"sums.{n}": t for n, t in sums.items()}

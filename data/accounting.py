@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from data.conversations import REASONS
+
 LISTED = 1000
 """Ids that a manifest lists at most for one finding; the counts beside them are whole."""
 
@@ -123,7 +125,7 @@ class Accounting:
     def lines(self) -> list[str]:
         """What a person reads."""
         text = [f"{self.rows_in} rows in = {self.kept} kept + {self.dropped_rows} dropped"]
-        text += [f"  dropped {count}: {reason}" for reason, count in self.dropped.most_common()]
+        text += [f"  dropped {count}: {reason} ({REASONS[reason]})" for reason, count in self.dropped.most_common()]
         text += [f"  noted {count}: {note}" for note, count in self.notes.most_common()]
         if self.token_rows:
             share = self.supervised / max(self.tokens, 1)

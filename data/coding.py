@@ -102,9 +102,6 @@ class Codec:
         """Stored bytes of one position, all layers."""
         return sum(spec.nbytes for spec in self.arrays().values())
 
-    def bits_per_value(self) -> float:
-        return 8 * self.bytes_per_state() / (self.layers * self.width)
-
     def record(self) -> dict[str, Any]:
         """What a manifest says of the codec; `codec_from_record` needs its tables beside it."""
         tables = {name: _digest(table) for name, table in self.tables.items()}

@@ -46,7 +46,7 @@ REASONS = {
     "unfinished": "the answer did not end within max_new_tokens",
     "server": "the server could not answer",
 }
-"""Why rows are dropped."""
+"""Why rows are dropped, and what that means in words."""
 
 
 class Rejected(Exception):

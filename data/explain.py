@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -14,6 +15,34 @@ PLAIN = {
     "model_type": "needs a mapping, `key: value` lines below it",
 }
 """Problems that the checker words for programmers, by its own names of them."""
+
+_LENGTH, _BATCH = ("max_length", "context_tokens"), ("batch_size", "batches_per_step", "tokens_per_batch")
+ELSEWHERE = {
+    "bs": _BATCH,
+    "eval_every": ("validate_every",),
+    "eval_steps": ("validate_every",),
+    "grad_accum": ("batches_per_step",),
+    "grad_clip": ("clip",),
+    "gradient_accumulation_steps": ("batches_per_step",),
+    "logging_steps": ("log_every",),
+    "max_grad_norm": ("clip",),
+    "max_seq_len": _LENGTH,
+    "max_seq_length": _LENGTH,
+    "name_or_path": ("model",),
+    "num_key_value_heads": ("kv_heads",),
+    "num_workers": ("readers",),
+    "output_dir": ("root",),
+    "precision": ("compute", "dtype"),
+    "save_every": ("checkpoint_every",),
+    "save_steps": ("checkpoint_every",),
+    "seq_len": _LENGTH,
+    "sequence_length": _LENGTH,
+    "target_layer_ids": ("taps", "layers"),
+}
+"""What other trainers call our settings, where letters and words alone would not lead there."""
+
+WORDS_ALIKE, LETTERS_ALIKE = 0.4, 0.6
+"""Least likeness that is worth a suggestion."""
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
@@ -36,8 +65,36 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
 
 def _nearest(model: type[BaseModel], loc: tuple[int | str, ...]) -> str:
     fields = _fields_at(model, loc[:-1])
-    near = difflib.get_close_matches(str(loc[-1]), fields, n=1, cutoff=0.5)
-    return f"; did you mean `{near[0]}`?" if near else f"; valid keys here: {', '.join(sorted(fields))}"
+    near = nearest(str(loc[-1]), fields)
+    return f"; did you mean `{near}`?" if near else f"; valid keys here: {', '.join(sorted(fields))}"
+
+
+def nearest(name: str, fields: Sequence[str]) -> str | None:
+    """The field that `name` is most likely meant for: another program's name of it, its initials, the most words in
+    common, or the most letters; None when nothing is near."""
+    meant = next((field for field in ELSEWHERE.get(name, ()) if field in fields), None)
+    if meant is not None:
+        return meant
+    scores = {field: _likeness(name, field) for field in fields}
+    best = max(scores, key=lambda field: scores[field], default=None)
+    return best if best is not None and scores[best] else None
+
+
+def _likeness(name: str, field: str) -> float:
+    """0 (nothing alike) to 1."""
+    words, others = name.split("_"), field.split("_")
+    if len(others) > 1 and name == "".join(word[0] for word in others):
+        return 1.0
+    shared = sum(max((_beginning(word, other) for other in others), default=0) for word in words)
+    of_words = 2 * shared / (sum(map(len, words)) + sum(map(len, others)))
+    of_letters = difflib.SequenceMatcher(None, name, field).ratio()
+    return max(of_words if of_words >= WORDS_ALIKE else 0.0, of_letters if of_letters >= LETTERS_ALIKE else 0.0)
+
+
+def _beginning(word: str, other: str) -> int:
+    """Letters of the shorter word when the longer begins with it (`len`, `length`): two of them say nothing."""
+    short, long = sorted((word, other), key=len)
+    return len(short) if len(short) > 2 and long.startswith(short) else 0
 
 
 def _fields_at(model: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:

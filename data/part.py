@@ -26,7 +26,7 @@ from data.store import Bucket, Folder, open_store
 from data.tokens import row_hash
 
 NOT_SHAPING = {
-    "target": {"gpus", "parallel", "trust_remote_code"},
+    "target": {"gpus", "trust_remote_code"},
     "data": {"max_dropped", "regenerate"},
     "extract": {"keep", "compile"},
 }

@@ -6,17 +6,26 @@ the string below it. Paths are relative to the folder that the command is run in
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
+from data import rope
 from data.errors import BadInput
 from data.explain import explain
+from data.yaml_file import read_yaml
 
 FORMAT = 1
 """Version of everything that stages write. A change here makes every stage run again."""
@@ -46,6 +55,15 @@ Url = Annotated[str, AfterValidator(_no_secret)]
 WebAddress = Annotated[Url, AfterValidator(_web_address)]
 
 
+def ascending(layers: Any) -> Any:
+    """`auto`, or layer ids in the one order that exports and engines understand."""
+    if layers != "auto" and not layers:
+        raise ValueError("give at least one layer id, or `auto`")
+    if layers != "auto" and list(layers) != sorted(set(layers)):
+        raise ValueError(f"layer ids must ascend without repeats, got {list(layers)}")
+    return layers
+
+
 class Section(BaseModel):
     """A part of the run file: immutable, no unknown keys, documented field by field."""
 
@@ -65,9 +83,7 @@ class Target(Section):
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Number format that the target runs in."""
     gpus: Positive = 1
-    """GPUs that one copy of the target needs."""
-    parallel: Literal["layers", "tensor"] = "layers"
-    """How one copy is spread when `gpus` > 1: whole layers a GPU, or tensor parallel."""
+    """GPUs that one copy of the target needs, whole layers on each."""
     trust_remote_code: bool = False
     """Let the checkpoint's own Python code run. Off unless you have read that code."""
 
@@ -83,6 +99,9 @@ class Source(Section):
     """Configuration name of a hub data set."""
     split: str = "train"
     """Split of a hub data set or of a saved `datasets` folder."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub data set; null takes the newest whenever `prepare` reads it, and records its
+    commit."""
     streaming: bool = False
     """Read a hub data set without downloading it whole."""
     format: Literal["auto", "messages", "conversations", "prompt_response", "alpaca", "turns", "text", "token_ids"] = (
@@ -96,7 +115,15 @@ class Source(Section):
     def _one_place(self) -> Source:
         if (self.path is None) == (self.hub is None):
             raise ValueError("give exactly one of `path` and `hub`")
+        if self.path is not None and self.revision is not None:
+            raise ValueError("`revision` is of hub data sets; leave it out beside `path`")
         return self
+
+    @model_serializer(mode="wrap")
+    def _without_null_revision(self, dump: Any) -> dict[str, Any]:
+        """As it was before there was one, so that what was made then stays current."""
+        body = dump(self)
+        return {name: value for name, value in body.items() if (name, value) != ("revision", None)}
 
 
 class Server(Section):
@@ -198,9 +225,7 @@ class Extract(Section):
     @field_validator("layers")
     @classmethod
     def _ascending(cls, layers: Any) -> Any:
-        if layers != "auto" and list(layers) != sorted(set(layers)):
-            raise ValueError(f"layer ids must ascend without repeats, got {list(layers)}")
-        return layers
+        return ascending(layers)
 
 
 class Loss(Section):
@@ -214,6 +239,10 @@ class Loss(Section):
     """D-PACE: floor of a slot's confidence."""
     distill: Share = 1.0
     """Share of the distillation term beside cross entropy (kinds `kl` and `tv`)."""
+
+
+DISTILLED = ("kl", "tv")
+"""Losses that need the target's own distribution in the cache."""
 
 
 class Train(Section):
@@ -277,7 +306,8 @@ class Train(Section):
     keep_best: Positive = 1
     """Best checkpoints kept, by validation acceptance."""
     stall_timeout: Annotated[float, Field(gt=0)] = 600.0
-    """Seconds without a finished step after which the run is ended with all stacks."""
+    """Seconds without a finished step, or progress in a validation, after which training ends itself with all stacks
+    in its log. Before the first step and while a checkpoint is written, `jobs.stall_seconds` holds."""
     readers: Positive = 2
     """Threads that fill batches."""
     loggers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
@@ -287,7 +317,7 @@ class Train(Section):
 
 
 class Drafter(Section):
-    """One drafter. What is null follows the target."""
+    """One drafter. Sizes and RoPE that are null follow the target."""
 
     layers: Positive = 5
     """Transformer layers."""
@@ -310,13 +340,36 @@ class Drafter(Section):
     rope_theta: Annotated[float, Field(gt=0)] | None = None
     """RoPE base."""
     rope_scaling: dict[str, Any] | None = None
-    """RoPE scaling in Hugging Face's form (`rope_type: linear | llama3 | yarn`, ...)."""
+    """RoPE scaling in Hugging Face's form (`rope_type: linear | llama3 | yarn`, ...); `rope_type: default` is none.
+    A target whose scaling is of another form is not followed: `doctor`, `plan` and `train` say what is taken."""
     sliding_window: Positive | None = None
-    """Window of the sliding layers, in tokens."""
+    """Window of the sliding layers, in tokens; null lets all layers see everything."""
     full_layers: Annotated[int, Field(ge=0)] | None = None
     """With `sliding_window`: how many of the last layers keep full attention; null is none."""
     train: dict[str, Any] = {}
     """Overrides of the run's `train` section for this drafter."""
+
+    @field_validator("taps")
+    @classmethod
+    def _ascending(cls, taps: Any) -> Any:
+        return ascending(taps)
+
+    @field_validator("rope_scaling")
+    @classmethod
+    def _known_scaling(cls, scaling: Any) -> Any:
+        if scaling is not None and (problem := rope.problem(scaling)):
+            raise ValueError(problem)
+        return scaling
+
+    @model_validator(mode="after")
+    def _fits_itself(self) -> Drafter:
+        if self.heads and self.kv_heads and self.heads % self.kv_heads:
+            raise ValueError(f"heads {self.heads} do not divide by kv_heads {self.kv_heads}")
+        if self.full_layers and self.sliding_window is None:
+            raise ValueError(f"full_layers {self.full_layers} needs `sliding_window`: without one all layers are full")
+        if self.full_layers and self.full_layers > self.layers:
+            raise ValueError(f"full_layers {self.full_layers} of {self.layers} layers: at most {self.layers}")
+        return self
 
 
 class Benchmark(Section):
@@ -371,7 +424,8 @@ class Jobs(Section):
     """How jobs run on machines. Nothing here shapes an artefact."""
 
     stall_seconds: Annotated[float, Field(gt=0)] | None = 3600.0
-    """A stage that shows no progress for this long ends itself, with all stacks in its log; null waits for ever."""
+    """A stage that shows no progress for this long ends itself, with all stacks in its log; null waits for ever (but
+    see `train.stall_timeout`)."""
     busy_share: Share = 0.1
     """Share of a leased GPU's memory that programs outside draftmill may hold."""
     idle_wait_seconds: Annotated[float, Field(ge=0)] = 60.0
@@ -434,17 +488,28 @@ class Run(Section):
         return self.drafters[name]
 
     @model_validator(mode="after")
-    def _drafters_train(self) -> Run:
+    def _drafters_fit(self) -> Run:
         for name, drafter in self.drafters.items():
             try:
                 train = self.train_of(name)
             except ValidationError as error:
                 raise ValueError(f"drafters.{name}.train: {explain(error, Train)}") from None
-            if train.batches_per_step % drafter.gpus:
-                raise ValueError(
-                    f"drafters.{name}: batches_per_step {train.batches_per_step} does not divide by gpus {drafter.gpus}"
-                )
+            if problem := self._misfit(drafter, train):
+                raise ValueError(f"drafters.{name}: {problem}")
         return self
+
+    def _misfit(self, drafter: Drafter, train: Train) -> str | None:
+        """What of a drafter the rest of the run file contradicts: told now, not after hours of extraction."""
+        layers, nodes = self.extract.layers, self.jobs.nodes
+        if train.batches_per_step % drafter.gpus:
+            return f"batches_per_step {train.batches_per_step} does not divide by gpus {drafter.gpus}"
+        if drafter.gpus % nodes:
+            return f"gpus {drafter.gpus} does not divide by jobs.nodes {nodes}"
+        if train.loss.kind in DISTILLED and not self.extract.extras:
+            return f"loss kind `{train.loss.kind}` needs a teacher: set extract.extras to [last_hidden] or [top_k]"
+        if layers != "auto" and drafter.taps != "auto" and not set(drafter.taps) <= set(layers):
+            return f"taps {list(drafter.taps)} are not all in extract.layers {list(layers)}: change one of them"
+        return None
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -458,24 +523,13 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 def load_run(path: str | Path) -> Run:
     """Read and check a run file.
 
-    Raises BadInput, in one line, when it is missing, not YAML, or breaks a rule.
+    Raises BadInput, in one line, when it is missing, not YAML, gives a key twice, or breaks a rule.
     """
     path = Path(path)
-    try:
-        body = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BadInput(f"{path}: cannot read the run file: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        raise BadInput(f"{path}: not a YAML file: {' '.join(str(error).split())[:300]}") from None
+    body = read_yaml(path)
     if not isinstance(body, dict):
         raise BadInput(f"{path}: a run file is a mapping of sections, found {type(body).__name__}")
     try:
         return Run.model_validate(body)
     except ValidationError as error:
         raise BadInput(f"{path}: {explain(error, Run)}") from None
-
-
-def section_json(*sections: BaseModel, **more: Any) -> str:
-    """Settings as sorted JSON: Snakemake's `params`, and what fingerprints are made of."""
-    body = [section.model_dump(mode="json", by_alias=True) for section in sections]
-    return json.dumps({"format": FORMAT, "settings": body, **more}, sort_keys=True)

@@ -36,7 +36,7 @@ def _dump(section: Any, *left_out: str) -> Settings:
 
 
 def _target(run: Run) -> Settings:
-    return _dump(run.target, "gpus", "parallel", "trust_remote_code")
+    return _dump(run.target, "gpus", "trust_remote_code")
 
 
 def _data(run: Run, *left_out: str) -> Settings:
@@ -53,7 +53,7 @@ def _answers(regenerate: Settings) -> Settings:
 
 
 def _prepare(run: Run, drafter: str | None) -> Settings:
-    target = _dump(run.target, "gpus", "parallel", "trust_remote_code", "dtype")
+    target = _dump(run.target, "gpus", "trust_remote_code", "dtype")
     return {"target": target, "data": _data(run, "regenerate"), "parts": run.extract.parts}
 
 
@@ -77,7 +77,7 @@ def _eval(run: Run, drafter: str | None) -> Settings:
 
 
 def _export(run: Run, drafter: str | None) -> Settings:
-    return {"target": _dump(run.target, "gpus", "parallel", "trust_remote_code", "dtype"), "checkpoints": "best"}
+    return {"target": _dump(run.target, "gpus", "trust_remote_code", "dtype"), "checkpoints": "best"}
 
 
 def _report(run: Run, drafter: str | None) -> Settings:

@@ -12,14 +12,16 @@ import importlib
 import io
 import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from data import hub
 from data.conversations import Rejected
 from data.errors import BadInput
+from data.formats import detect
 from data.manifest import crc32c
 from data.settings import Source
 
@@ -48,7 +50,7 @@ class Chunk:
 
 def label(source: Source) -> str:
     """How a source is called in tables and messages."""
-    return source.path or f"{source.hub}/{source.subset or 'default'}/{source.split}"
+    return source.path or hub.label(source)
 
 
 def chunks(sources: Iterable[Source], cache: Path, size: int | None = None) -> Iterator[Chunk]:
@@ -112,7 +114,7 @@ def decode(row: Raw) -> Any:
 def files_of(source: Source, cache: Path) -> Iterator[tuple[str, Iterator[Raw]]]:
     """Names and rows of the files of a source."""
     if source.hub is not None:
-        yield label(source), hub_rows(source, cache)
+        yield label(source), hub.hub_rows(source, cache)
         return
     path = Path(source.path or "")
     if is_saved_dataset(path):
@@ -215,24 +217,40 @@ def text_rows(path: Path) -> Iterator[Raw]:
 
 
 def json_rows(path: Path) -> Iterator[Raw]:
-    """Elements of a JSON array, rows of an object that wraps one, or JSON lines under a `.json` name."""
+    """Elements of a JSON array, rows of an object that wraps one, or JSON lines under a `.json` name: those are told by
+    a first line that is whole and not the last."""
     with opened(path) as file:
-        head = file.read(BLOCK).removeprefix(b"\xef\xbb\xbf").lstrip()
-    if head[:1] == b"[" and not first_line_is_json(head):
-        yield from array_rows(path)
-    elif first_line_is_json(head):
+        line = first_line(file)
+        lines = not only_blanks(file) and is_json(line)
+    if lines:
         yield from line_rows(path)
+    elif line.startswith(b"["):
+        yield from array_rows(path)
     else:
         yield from wrapped_rows(path)
 
 
-def first_line_is_json(head: bytes) -> bool:
-    line, _, rest = head.partition(b"\n")
+def first_line(file: BinaryIO) -> bytes:
+    """The first line that is not blank, without a byte-order mark; of an array's at most a block, since a big array may
+    stand on one line."""
+    line = file.readline(BLOCK).removeprefix(b"\xef\xbb\xbf")
+    while line and not line.strip():
+        line = file.readline(BLOCK)
+    line = line.lstrip()
+    return line if line.startswith(b"[") or line.endswith(b"\n") else line + file.readline()
+
+
+def only_blanks(file: BinaryIO) -> bool:
+    """Whether nothing but white space is left."""
+    return not any(block.strip() for block in iter(lambda: file.read(BLOCK), b""))
+
+
+def is_json(line: bytes) -> bool:
     try:
         json.loads(line)
     except (ValueError, RecursionError):
         return False
-    return bool(rest.strip()) or line.startswith(b"{")
+    return True
 
 
 def array_rows(path: Path) -> Iterator[Raw]:
@@ -243,6 +261,8 @@ def array_rows(path: Path) -> Iterator[Raw]:
         while True:
             text = text.lstrip().removeprefix(",").lstrip()
             if text.startswith("]"):
+                if text[1:].strip() or any(more.strip() for more in iter(lambda: file.read(BLOCK), "")):
+                    raise BadInput(f"{path}: more follows the JSON array: name the file .jsonl if a line is a row")
                 return
             try:
                 value, end = decoder.raw_decode(text)
@@ -259,7 +279,7 @@ def array_rows(path: Path) -> Iterator[Raw]:
 
 
 def wrapped_rows(path: Path) -> Iterator[Raw]:
-    """Rows of `{"data": [...]}` and the like: an object with exactly one list of objects."""
+    """Rows of `{"data": [...]}` and the like: an object with exactly one list of objects that is no row itself."""
     with opened(path) as file:
         try:
             body = json.load(file)
@@ -267,11 +287,22 @@ def wrapped_rows(path: Path) -> Iterator[Raw]:
             raise BadInput(
                 f"{path}: not JSON ({error}): repair the file, or name it .jsonl if a line is a row"
             ) from None
+    if not isinstance(body, dict):
+        raise BadInput(f"{path}: one JSON {type(body).__name__}, neither an array nor an object: it holds no rows")
     lists = [value for value in body.values() if isinstance(value, list) and value and isinstance(value[0], dict)]
-    if len(lists) == 1 and "messages" not in body and "conversations" not in body:
+    if len(lists) == 1 and not is_row(body):
         yield from lists[0]
     else:
         yield body
+
+
+def is_row(body: dict[str, Any]) -> bool:
+    """Whether an object has the fields of a conversation."""
+    try:
+        detect(body)
+    except Rejected:
+        return False
+    return True
 
 
 def parquet_rows(path: Path) -> Iterator[Raw]:
@@ -313,27 +344,13 @@ def saved_rows(path: Path, split: str) -> Iterator[Raw]:
     yield from data
 
 
-def hub_rows(source: Source, cache: Path) -> Iterator[Raw]:
-    """Rows of a hub data set. What `datasets` makes of it lies in `cache`; the files as they came, where the hub's own
-    client keeps them (`HF_HOME`).
-
-    Raises BadInput, in one line, for a set that is missing, out of reach, gated or damaged.
-    """
-    from datasets import load_dataset
-
-    try:
-        yield from load_dataset(
-            source.hub, source.subset, split=source.split, streaming=source.streaming, cache_dir=str(cache)
-        )
-    except Exception as error:  # what the hub's clients raise has no common base
-        why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise BadInput(f"data set {label(source)}: cannot be read to its end ({why})") from None
-
-
-def source_record(source: Source) -> dict[str, Any]:
-    """What identifies a source's content: sizes and checksums of its files, or the hub's names."""
+def source_record(source: Source, commits: Mapping[str, str]) -> dict[str, Any]:
+    """What identifies a source's content: sizes and checksums of its files, or the hub's names and its commit, where
+    `commits` (of `hub.commits`) has it."""
     if source.hub is not None:
-        return {"hub": source.hub, "subset": source.subset, "split": source.split, "limit": source.limit}
+        body = {"hub": source.hub, "subset": source.subset, "split": source.split, "limit": source.limit}
+        commit = commits.get(hub.name_of(source))
+        return body if commit is None else {**body, "commit": commit}
     path = Path(source.path or "")
     files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else data_files(path)
     sums = [{"name": file.name, "bytes": file.stat().st_size, "crc32c": crc32c(file)} for file in files]

@@ -18,6 +18,7 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from data.errors import BadInput
+from data.rope import FORMS as ROPE_FORMS
 
 Rope = tuple[Tensor, Tensor]
 """cos and sin, each [B, T, D]."""
@@ -25,8 +26,6 @@ KeyValue = tuple[Tensor, Tensor]
 """Keys and values, each [B, G, T, D]."""
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [B, A, Q, D], k [B, G, S + Q, D], v) -> [B, A, Q, D]; context keys first, then the block's own."""
-
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True)
@@ -53,12 +52,14 @@ class DrafterConfig:
 
     def __post_init__(self) -> None:
         kind = (self.rope_scaling or {}).get("rope_type", "default")
-        if kind not in ROPE_TYPES:
-            raise BadInput(f"rope_type `{kind}` is not supported in a drafter; use one of {', '.join(ROPE_TYPES)}")
+        if kind not in ROPE_FORMS:
+            raise BadInput(f"rope_type `{kind}` is not supported in a drafter; use one of {', '.join(ROPE_FORMS)}")
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise BadInput(f"mask token {self.mask_token_id} is outside the vocabulary of {self.vocab_size}")
         if self.num_heads % self.num_kv_heads:
             raise BadInput(f"{self.num_heads} heads do not divide by {self.num_kv_heads} key/value heads")
+        if self.head_dim % 2:
+            raise BadInput(f"head_dim {self.head_dim} is odd: RoPE turns halves of a head")
         if len(self.layer_types) != self.num_layers:
             raise BadInput(f"{len(self.layer_types)} layer types for {self.num_layers} layers")
         if "sliding_attention" in self.layer_types and not self.sliding_window:

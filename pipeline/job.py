@@ -11,6 +11,7 @@ No torch here: a stage imports it after its devices are leased.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import signal
 import time
@@ -77,6 +78,15 @@ class Job:
         if self.watchdog is not None:
             self.watchdog.beat()
 
+    def allow(self, seconds: float | None = None, setting: str = "") -> None:
+        """From now on end this job after `seconds` without a sign of life, because `setting` says so; in any case after
+        `jobs.stall_seconds`, which holds alone when nothing is given."""
+        if self.watchdog is None or self.journal is None:
+            return
+        whole = self.journal.run.jobs.stall_seconds
+        bounds = [(math.inf if whole is None else whole, "jobs.stall_seconds")]
+        self.watchdog.allow(*min(bounds if seconds is None else [*bounds, (seconds, setting)]))
+
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """First signal: asks for a stop. Ctrl-C again, a second or more later: ends at once."""
         if number == signal.SIGINT:
@@ -142,7 +152,7 @@ def _equip(work: Job, gpus: int, idle_check: bool) -> None:
 @contextmanager
 def _watched(work: Job) -> Iterator[None]:
     journal = work.journal
-    if journal is None or journal.run.jobs.stall_seconds is None:
+    if journal is None:
         yield
         return
 
@@ -150,7 +160,8 @@ def _watched(work: Job) -> Iterator[None]:
         journal.set(status="failed", why=text)
         say(f"error: {text}; log: {journal.log}")
 
-    work.watchdog = Watchdog(journal.run.jobs.stall_seconds, journal.stacks_file(), told)
+    work.watchdog = Watchdog(journal.stacks_file(), told)
+    work.allow()
     try:
         yield
     finally:

@@ -50,12 +50,9 @@ def tap_layers(layers: Literal["auto"] | Sequence[int], num_layers: int) -> tupl
     return tuple(layers)
 
 
-def model_record(run: Run, embedding_rows: int) -> dict[str, Any]:
+def model_record(run: Run, config: Any, tokenizer: PreTrainedTokenizerBase, embedding_rows: int) -> dict[str, Any]:
     """What drafters take from the target besides states and head: the sizes of its layers, and its mask tokens."""
-    config = load_config(run)
     heads = config.num_attention_heads
-    rope = getattr(config, "rope_parameters", None) or {}
-    rope = rope.get("full_attention", rope)
     return {
         "name": run.target.model,
         "architectures": list(getattr(config, "architectures", None) or []),
@@ -66,10 +63,25 @@ def model_record(run: Run, embedding_rows: int) -> dict[str, Any]:
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
         "intermediate_size": config.intermediate_size,
         "rms_norm_eps": float(getattr(config, "rms_norm_eps", 1e-6)),
-        "rope_theta": float(rope.get("rope_theta", 10000.0)),
+        "rope_theta": float(_rope(config).get("rope_theta", 10000.0)),
         "max_position_embeddings": config.max_position_embeddings,
-        "mask": mask_record(load_tokenizer(run), embedding_rows),
+        "mask": mask_record(tokenizer, embedding_rows),
     }
+
+
+def rope_scaling(config: Any) -> dict[str, Any] | None:
+    """How a target scales RoPE in its full layers, in Hugging Face's form; None when it does not.
+
+    A drafter turns whole heads, whatever share of a head the target turns.
+    """
+    apart = ("rope_theta", "partial_rotary_factor", "type")
+    body = {name: value for name, value in _rope(config).items() if name not in apart and value is not None}
+    return None if body.get("rope_type", "default") == "default" else body
+
+
+def _rope(config: Any) -> dict[str, Any]:
+    rope = getattr(config, "rope_parameters", None) or {}
+    return rope.get("full_attention", rope)
 
 
 def load_tokenizer(run: Run) -> PreTrainedTokenizerBase:
@@ -102,8 +114,6 @@ def load_target(run: Run, device: str, dtype: torch.dtype | None = None) -> Targ
     """
     folder = resolve_target(run)
     settings = run.target
-    if settings.gpus > 1 and settings.parallel == "tensor":
-        raise BadInput("target.parallel: tensor is not supported; `layers` spreads whole layers over the GPUs")
     try:
         with quiet():
             model = AutoModelForCausalLM.from_pretrained(

@@ -383,14 +383,6 @@ def render_prompt(
     return template_of(tokenizer, arguments).prompt(messages, tools)
 
 
-def render_row(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages, arguments: Mapping[str, Any], supervise: Supervise = "all"
-) -> tuple[np.ndarray, np.ndarray]:
-    """Ids int32 [T] and supervised mask bool [T] of the row that ends in the last answer."""
-    row = template_of(tokenizer, arguments).rows(messages, supervise=supervise)[-1]
-    return row.ids, row.supervised
-
-
 def template_record(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Hashes of template and tokenizer, and the arguments: what manifests keep."""
     return template_of(tokenizer, arguments).record()

@@ -47,7 +47,7 @@ from pipeline.loggers import Training
 from pipeline.loss import LossRule
 from pipeline.metrics import Metrics, step_flops, told
 from pipeline.optimizer import Optimizer
-from pipeline.recipe import drafter_config
+from pipeline.recipe import design_for
 from pipeline.validation import Walker, score_plans, summary
 
 
@@ -75,7 +75,8 @@ class Trainer:
         self.device = torch.device(work.device)
         self.layout, self.settings = Layout.of(run), run.train_of(name)
         self.cache = Cache.open(run)
-        self.config, self.mask_reason = drafter_config(run, name, self.cache)
+        self.design = design_for(run, name, self.cache)
+        self.config = self.design.config
         self.rule = LossRule.of(self.settings.loss, self.config.block_size)
         self.head = self._head()
         held_out = self.cache.rows.validation
@@ -138,13 +139,8 @@ class Trainer:
         return tuple(self.config.sliding_window if sliding else None for sliding in sorted(used))
 
     def _teacher(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-        if self.rule.kind not in ("kl", "tv"):
+        if self.rule.kind not in settings.DISTILLED:
             return {}
-        if not self.cache.teacher_specs:
-            raise BadInput(
-                f"train.loss.kind {self.rule.kind} needs a teacher in the cache: set extract.extras to [last_hidden] "
-                "or [top_k] and extract again"
-            )
         return {name: (spec.shape, spec.dtype) for name, spec in self.cache.teacher_specs.items()}
 
     def _warm_start(self, drafter: Drafter, source: str) -> None:
@@ -213,7 +209,9 @@ class Trainer:
         count = sum(parameter.numel() for parameter in self.drafter.parameters())
         how = f"{self.step.mode}, {str(self.step.dtype).removeprefix('torch.')}"
         say(f"drafter `{self.name}`: {count:,} parameters; {how}")
-        say(f"mask token {self.config.mask_token_id}: {self.mask_reason}")
+        say(f"mask token {self.config.mask_token_id}: {self.design.mask_reason}")
+        if self.design.rope_reason:
+            say(self.design.rope_reason)
         say(f"{len(plan.rows)} rows, {len(self.held_out)} held out; {plan.total_steps} steps, from {start}")
         if self.settings.max_steps is not None and plan.total_steps < self.settings.max_steps:
             say(f"{self.settings.epochs} epochs end before train.max_steps ({self.settings.max_steps}): raise epochs")
@@ -252,9 +250,15 @@ class Trainer:
                     speed = f"{1e3 * line['seconds_per_step']:.1f} ms/step"
                     bar.note = f"loss {line['loss']:.4f}, slot 1 {line['accuracy'][0]:.2f}, {speed}"
                     bar.tell(told(line, self.walked))
+                if step == start:  # compiling and capturing, which take minutes, lie behind
+                    self._expect_steps()
                 self._save_or_stop(done, last)
                 if done % train.checkpoint_every == 0 or done % train.validate_every == 0:
                     self._clock(done, loader)
+
+    def _expect_steps(self) -> None:
+        """From here on a step ends now and then, or this rank does."""
+        self.work.allow(self.settings.stall_timeout, "train.stall_timeout")
 
     def _save_or_stop(self, done: int, last: bool) -> None:
         train = self.settings
@@ -283,7 +287,7 @@ class Trainer:
         """Fetch the sums of the interval (the host waits here), look for bad numbers, write a line; gives it back."""
         sums = self._over_ranks(self.step.take_sums())
         host = {name: value.cpu().numpy() for name, value in sums.items()}
-        self.work.beat()
+        self._expect_steps()
         self._refuse_bad_numbers()
         seconds, steps = time.perf_counter() - self._since, max(done - self._since_step, 1)
         interval = (done - 1) % self.settings.log_every + 1
@@ -329,6 +333,7 @@ class Trainer:
                 fill(self.cache, self.shape, BatchPlan((document,), plan.scale, plan.noise_seed), views)
                 self.step.inputs_from(views)
                 self.step.run_micro(True, False)
+                self.work.beat()
                 broken = [n for n, p in self.drafter.named_parameters() if not torch.isfinite(p.grad).all()]
                 if broken:
                     rows.append(self.cache.row_id(document.row))
@@ -353,6 +358,7 @@ class Trainer:
                 scorer.next_into(self.step.buffer)
                 self.step.score()
                 walker.add(plan, self.step.matches.cpu().numpy())
+                self.work.beat()
         finally:
             scorer.close()
         blocks = walker.blocks()
@@ -372,6 +378,9 @@ class Trainer:
         return result
 
     def _save(self, done: int, validation: dict[str, Any] | None) -> None:
+        """Write a checkpoint. That takes what the disk takes, on ranks that wait for the first one too: until all have
+        come to a log point, only `jobs.stall_seconds` holds."""
+        self.work.allow()
         sums = self._over_ranks({name: tensor.clone() for name, tensor in self.step.sums.items()})
         if self.rank == 0:
             state = self.optimizer.tensors() | {f"sums.{n}": t for n, t in sums.items()}
@@ -416,7 +425,7 @@ class Trainer:
             "inputs": {"cache": self.cache.fingerprint},
             "settings": json.loads(shaping(self.run, "train", self.name)),
             "config": self.config.record(),
-            "mask_token": {"id": self.config.mask_token_id, "reason": self.mask_reason},
+            "mask_token": {"id": self.config.mask_token_id, "reason": self.design.mask_reason},
             "head": self.head.scales(),
             "target": self.cache.manifest["target"],
             "template": self.cache.manifest["template"],

@@ -82,12 +82,17 @@ def _files(run: Run) -> Iterator[Check]:
 
 
 def _wanted_gpus(run: Run) -> Iterator[Check]:
-    """Whether there are as many GPUs as a copy of the target, or one drafter, is spread over; none means the CPU."""
-    have = len(devices.visible())
-    wanted = {"target.gpus": run.target.gpus} | {f"drafters.{n}.gpus": d.gpus for n, d in run.drafters.items()}
-    for key, count in wanted.items():
-        if have and count > have:
-            yield Check(key, "failure", f"{count} GPUs wanted, {have} here", f"set {key} to at most {have}")
+    """Whether there are as many GPUs as a copy of the target, or one machine's share of a drafter, is spread over; none
+    means the CPU."""
+    have, nodes = len(devices.visible()), run.jobs.nodes
+    wanted = {"target.gpus": (run.target.gpus, 1)}
+    wanted |= {f"drafters.{name}.gpus": (drafter.gpus, nodes) for name, drafter in run.drafters.items()}
+    for key, (count, machines) in wanted.items():
+        each = count // machines
+        if have and each > have:
+            where = f" on each of {machines} machines (`jobs.nodes`)" if machines > 1 else ""
+            text = f"{each} GPUs wanted{where}, {have} here"
+            yield Check(key, "failure", text, f"set {key} to at most {have * machines}")
 
 
 def _models(run: Run) -> Iterator[Check]:
@@ -98,9 +103,9 @@ def _models(run: Run) -> Iterator[Check]:
         return
     yield guarded("template", lambda: _template(run), "fix `target` or `data.template_arguments`")
     for name in run.drafters:
-        yield guarded(f"mask token {name}", partial(_mask_token, run, name), f"fix `drafters.{name}.mask_token`")
-        if run.train_of(name).warm_start is not None:
-            yield guarded(f"warm start {name}", partial(_warm_start, run, name), "fix `train.warm_start`")
+        yield guarded(
+            f"drafter {name}", partial(_drafter, run, name), f"change what the line names, in `drafters.{name}`"
+        )
 
 
 def _target(run: Run) -> Check:
@@ -127,26 +132,19 @@ def _template(run: Run) -> Check:
     return Check("template", "ok", f"{len(ids)} tokens for one short turn")
 
 
-def _warm_start(run: Run, name: str) -> Check:
-    """What a drafter starts from can be read, and was made for a target of as many layers."""
-    from pipeline.interchange import read_checkpoint
-    from pipeline.target import load_config
+def _drafter(run: Run, name: str) -> Check:
+    """A drafter fits its target; whether its mask token occurs in the rows is known when they are tokens."""
+    from pipeline.fitness import known_target, require_drafter
 
-    source = str(run.train_of(name).warm_start)
-    config, _ = read_checkpoint(source, load_config(run).num_hidden_layers)
-    text = f"{source}: {config.num_hidden_layers} layers, blocks of {config.block_size}"
-    return Check(f"warm start {name}", "ok", f"{text}, reads layers {list(config.target_layer_ids)}")
-
-
-def _mask_token(run: Run, name: str) -> Check:
-    """A drafter's mask token can be chosen; whether it occurs in the rows is known when they are tokens."""
-    from pipeline.mask_token import choose_mask, mask_record
-    from pipeline.target import load_config, load_tokenizer
-
-    vocab = load_config(run).vocab_size
-    record = mask_record(load_tokenizer(run), vocab)
-    token, reason = choose_mask(run.drafter(name).mask_token, record, vocab, lambda ids: dict.fromkeys(ids, 0))
-    return Check(f"mask token {name}", "ok", f"id {token}: {reason}")
+    made, start = require_drafter(run, name, known_target(run)), run.train_of(name).warm_start
+    config = made.config
+    text = (
+        f"{config.num_layers} layers, {config.num_heads}/{config.num_kv_heads} heads of {config.head_dim}, blocks of "
+        f"{config.block_size}, reads layers {list(config.target_layer_ids)}; mask token {config.mask_token_id}: "
+        f"{made.mask_reason}"
+    )
+    notes = [made.rope_reason] * bool(made.rope_reason) + [f"starts from {start}"] * (start is not None)
+    return Check(f"drafter {name}", "ok", "; ".join([text, *notes]))
 
 
 def _table(checks: list[Check]) -> None:

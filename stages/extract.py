@@ -159,20 +159,26 @@ class Part:
         wanted = self.tokens["files"][0]
         if not self.table.exists() or file_record(self.table, self.table.parent) != wanted:
             raise BadInput(f"{self.table}: not the table that its manifest describes: make its part of tokens again")
-        self._check_room()
+        self._check_drafters()
 
-    def _check_room(self) -> None:
-        """Refuse, before the target runs, rows that no batch of a drafter's training can hold."""
+    def _check_drafters(self) -> None:
+        """Refuse, before the target runs, drafters that training would refuse, and rows that no batch of theirs can
+        hold."""
         from data.anchors import eligible
         from data.tokens import read_tokens
         from pipeline.batches import require_room
+        from pipeline.fitness import known_target, require_drafter
+        from pipeline.recipe import occurrences
 
+        known = known_target(self.run)
+        seen = occurrences((row.token_ids for row in read_tokens(self.table)), known.vocab_size)
         states = anchors = 0
         for row in read_tokens(self.table):
             found = eligible(row.supervised)
             if len(found) and not row.validation:
                 states, anchors = max(states, int(found[-1])), max(anchors, len(found))
         for name, drafter in self.run.drafters.items():
+            require_drafter(self.run, name, known, seen)
             require_room(self.run.train_of(name), drafter.block_size, states, anchors)
 
     def _works(self, part: int | None = None) -> Iterator[Work]:
@@ -184,11 +190,13 @@ class Part:
 
     def _body(self, shaped: Mapping[str, Any]) -> dict[str, Any]:
         from data.part import part_body
+        from pipeline.target import rope_scaling
 
         target = self.machine.target(self.work.device)
         if target.width != self.width:
             raise BadInput(f"target: width {target.width}, its configuration says {self.width}")
-        publish_head(self.layout, target, {"target": shaped["target"], "dtype": str(target.dtype)})
+        about = {"target": shaped["target"], "dtype": str(target.dtype), "rope_scaling": rope_scaling(target.config)}
+        publish_head(self.layout, target, about)
         self.codec = self._codec(target, shaped)
         template = {name: self.tokens.get(name) for name in ("template", "tokenizer", "arguments")}
         teacher = self.teacher.arrays(self.width)
@@ -199,9 +207,9 @@ class Part:
         )
 
     def _model(self, target: Target) -> dict[str, Any]:
-        from pipeline.target import model_record
+        from pipeline.target import load_config, load_tokenizer, model_record
 
-        return model_record(self.run, target.vocab)
+        return model_record(self.run, load_config(self.run), load_tokenizer(self.run), target.vocab)
 
     def _codec(self, target: Target, shaped: Mapping[str, Any]) -> Codec:
         """The codec of all parts; a fitted one is fitted to the first rows of the lowest part that has tokens."""
@@ -375,7 +383,7 @@ def publish_head(layout: Layout, target: Target, identity: Mapping[str, Any]) ->
     with locked(layout.cache / ".head.lock"):
         if about.exists() and layout.head.exists():
             made = read_manifest(about, "head")
-            if {name: made.get(name) for name in identity} == dict(identity):
+            if {name: made[name] for name in identity if name in made} == dict(identity):
                 return
         temporary = layout.head.with_name(".head.tmp")
         try:

@@ -28,30 +28,48 @@ def command(run_file: str) -> None:
     from pipeline.devices import describe
     from pipeline.forecast import Model
 
-    model = Model.of(run, config_of(run))
+    config, tokenizer = described(run)
+    model = Model.of(run, config)
     amounts = amounts_of(run)
     gpus = describe()
-    for line in lines(run, model, amounts, [gpu.memory for gpu in gpus]):
+    for line in (*lines(run, model, amounts, [gpu.memory for gpu in gpus]), *drafters(run, config, tokenizer)):
         click.echo(line)
 
 
-def config_of(run: Run) -> Any:
-    """The target's configuration; of a hub model only that file is fetched."""
-    from transformers import AutoConfig
+def described(run: Run) -> tuple[Any, Any]:
+    """The target's configuration and tokenizer; of a hub model only their files are fetched."""
+    from transformers import AutoConfig, AutoTokenizer
 
     from data.errors import BadInput
-    from pipeline.target import load_config
+    from pipeline.target import load_config, load_tokenizer
 
     model = run.target.model
     if ":" in model or Path(model).expanduser().exists() or model.count("/") != 1:
-        return load_config(run)
+        return load_config(run), load_tokenizer(run)
+    where = {"revision": run.target.revision, "trust_remote_code": run.target.trust_remote_code}
     try:
-        config = AutoConfig.from_pretrained(
-            model, revision=run.target.revision, trust_remote_code=run.target.trust_remote_code
+        return AutoConfig.from_pretrained(model, **where).get_text_config(), AutoTokenizer.from_pretrained(
+            model, **where
         )
     except (OSError, ValueError) as error:
         raise BadInput(f"target.model: {model}: {' '.join(str(error).split())[:200]}") from None
-    return config.get_text_config()
+
+
+def drafters(run: Run, config: Any, tokenizer: Any) -> Iterator[str]:
+    """What contradicts the target, and what is said of the others' mask token and RoPE."""
+    from data.errors import BadInput
+    from pipeline.fitness import known_target, require_drafter
+
+    known = known_target(run, config, tokenizer)
+    for name in run.drafters:
+        try:
+            made = require_drafter(run, name, known)
+        except BadInput as error:
+            yield f"drafter   NOT possible: {error}"
+            continue
+        yield f"drafter   {name}: mask token {made.config.mask_token_id}, {made.mask_reason}"
+        if made.rope_reason:
+            yield f"drafter   {name}: {made.rope_reason}"
 
 
 def amounts_of(run: Run) -> Amounts:
@@ -61,13 +79,10 @@ def amounts_of(run: Run) -> Amounts:
     layout = Layout.of(run)
     parts = [layout.tokens(part) for part in range(run.extract.parts)]
     if all(path.exists() for path in parts):
-        rows = (
-            (len(row.token_ids), row.supervised)
-            for path in parts
-            for row in read_tokens(path.with_suffix(".parquet"))
-            if read_manifest(path, "tokens")
-        )
-        return count(run, rows, None)
+        for path in parts:
+            read_manifest(path, "tokens")
+        tables = (read_tokens(path.with_suffix(".parquet")) for path in parts)
+        return count(run, ((len(row.token_ids), row.supervised) for table in tables for row in table), None)
     return count(run, *guessed_rows(run))
 
 

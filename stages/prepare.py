@@ -63,6 +63,7 @@ class Preparation:
         self.rows_read = 0
 
     def make(self, check_stop: Callable[[], None]) -> None:
+        from data import hub
         from data.sources import source_record
         from pipeline.console import say
         from pipeline.contamination import Benchmarks
@@ -70,9 +71,10 @@ class Preparation:
 
         self.benchmarks = Benchmarks.of(self.run)
         preparer = start(self.run, self.benchmarks.keys)
+        self.commits = hub.commits(self.sources, self.state.read().get("commits", {}))
         self.shape = {
             "settings": json.loads(shaping(self.run, "prepare")),
-            "sources": [source_record(source) for source in self.sources],
+            "sources": [source_record(source, self.commits) for source in self.sources],
             "tokenizer": template_or_tokenizer(preparer),
         }
         self.wanted = fingerprint(self.shape)
@@ -107,7 +109,7 @@ class Preparation:
         publish(self.layout.prepared, "accounting", body)
 
     def finish(self) -> None:
-        self.state.done(self.layout.prepared, wanted=self.wanted)
+        self.state.done(self.layout.prepared, wanted=self.wanted, commits=self.commits)
         shutil.rmtree(self.spills, ignore_errors=True)
 
     @property
@@ -122,7 +124,8 @@ class Preparation:
 
     def begin(self) -> None:
         """Resume work that was made from the same input; set anything else aside."""
-        known, now = self.state.read(), {"wanted": self.wanted, "benchmarks": self.benchmarks.record()}
+        now = {"wanted": self.wanted, "benchmarks": self.benchmarks.record(), "commits": self.commits}
+        known = self.state.read()
         if known != {"status": "running", **now}:
             shutil.rmtree(self.spills, ignore_errors=True)
         self.state.running(**now)
@@ -203,7 +206,8 @@ class Preparation:
             "same_prompt": placed.same_prompt,
             "validation_prompts_trained_on": placed.trained_prompt,
         }
-        body = {**total.body(), "repeats": repeats, "benchmarks": self.benchmarks.record(), "made_from": self.wanted}
+        made = {"benchmarks": self.benchmarks.record(), "made_from": self.wanted, "commits": self.commits}
+        body = {**total.body(), "repeats": repeats, **made}
         publish(self.layout.prepared, "accounting", body)
         for line in total.lines():
             say(line)
@@ -223,7 +227,7 @@ class Preparation:
         path = getattr(self.layout, kind)(part)
         body = {
             **account.body(),
-            "fingerprint": fingerprint({"made_from": self.wanted, "digest": digest}),
+            "fingerprint": fingerprint({"digest": digest, **self.shape["tokenizer"]}),  # of this part's rows alone
             "made_from": self.wanted,
             "settings": self.shape["settings"],
             "digest": digest,

@@ -21,6 +21,10 @@ def residual_stream(states: int = STATES, width: int = WIDTH, seed: int = 0) -> 
     return steps.cumsum(1).bfloat16()
 
 
+def bits_a_value(codec) -> float:
+    return 8 * codec.bytes_per_state() / (codec.layers * codec.width)
+
+
 def relative_error(got: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
     """L2 error of each token's state at each layer, over its norm: [T, K]."""
     norm = states.float().norm(dim=-1)
@@ -152,7 +156,7 @@ def test_int8_outlier_channels_are_the_loudest():
 
 
 def test_fp8_stays_under_its_bar_in_bits():
-    assert make_codec("fp8", 5, 576).bits_per_value() <= 8.1
+    assert bits_a_value(make_codec("fp8", 5, 576)) <= 8.1
 
 
 def test_tables_of_another_codec_are_refused():
@@ -166,7 +170,7 @@ class TestKlt:
     @pytest.mark.parametrize(("name", "limit"), [("klt6", 6.25), ("klt5", 4.8), ("klt4", 3.8)])
     @pytest.mark.parametrize("width", [576, 1024, 4096])
     def test_bits_a_value_stay_under_the_bar(self, name, limit, width):
-        assert limit - 0.1 < CODECS[name](5, width).bits_per_value() <= limit
+        assert limit - 0.1 < bits_a_value(CODECS[name](5, width)) <= limit
 
     @pytest.mark.parametrize("bits", range(1, 9))
     def test_packing_takes_its_bits_and_loses_half_a_step(self, bits):

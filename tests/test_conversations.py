@@ -8,6 +8,7 @@ import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -17,6 +18,7 @@ import pytest
 import zstandard
 
 import data.sources
+from data import hub
 from data.conversations import REASONS, Conversation, Rejected, with_system
 from data.errors import BadInput
 from data.formats import detect, normalise
@@ -192,14 +194,42 @@ def test_json_arrays_are_read_one_by_one(tmp_path: Path) -> None:
     body = [{"text": "x" * 300_000, "n": i} for i in range(8)]
     path.write_text(json.dumps(body, indent=1))
     assert rows_of(path) == body
-    path.write_text(json.dumps(body))
+    for around in ("", "\ufeff\n "):
+        path.write_text(around + json.dumps(body) + "\n", encoding="utf-8")
+        assert rows_of(path) == body
+
+
+@pytest.mark.parametrize("indent", [1, None])
+@pytest.mark.parametrize("rows", [2, 3000])
+@pytest.mark.parametrize("around", ["", "\n", "\ufeff\n "])
+def test_json_objects_that_wrap_rows(tmp_path: Path, indent: int | None, rows: int, around: str) -> None:
+    path = tmp_path / "rows.json"
+    body = [{"text": "a" * 500, "n": i} for i in range(rows)]
+    path.write_text(around + json.dumps({"version": 1, "data": body}, indent=indent) + "\n", encoding="utf-8")
     assert rows_of(path) == body
 
 
-def test_json_objects_that_wrap_rows(tmp_path: Path) -> None:
+@pytest.mark.parametrize("length", [3, 3 << 20])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_json_lines_of_any_length_under_the_name_of_json(tmp_path: Path, length: int, rows: int) -> None:
     path = tmp_path / "rows.json"
-    path.write_text(json.dumps({"version": 1, "data": [{"text": "a"}, {"text": "b"}]}, indent=1))
-    assert rows_of(path) == [{"text": "a"}, {"text": "b"}]
+    body = [{"prompt": "p" * length, "response": "a", "tools": [{"name": "f"}], "n": i} for i in range(rows)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in body))
+    assert rows_of(path) == body
+    path.write_text(json.dumps(body[0], indent=1))
+    assert rows_of(path) == body[:1]
+
+
+def test_json_lines_that_are_arrays(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text("[1, 2]\n[3]\n")
+    assert rows_of(path) == [[1, 2], [3]]
+    path.write_text(json.dumps([{"text": "x" * 2_000_000}]) + "\n[3]\n")
+    with pytest.raises(BadInput, match=r"rows\.json: more follows the JSON array: name the file \.jsonl"):
+        rows_of(path)
+    path.write_text('"rows"')
+    with pytest.raises(BadInput, match="one JSON str, neither an array nor an object"):
+        rows_of(path)
 
 
 def test_tables(tmp_path: Path) -> None:
@@ -241,12 +271,13 @@ def test_hub_sets_are_asked_for_as_the_source_says(tmp_path: Path, monkeypatch: 
         raise datasets.exceptions.DatasetGenerationError("a shard is\ndamaged")
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    source = Source(hub="some/set", subset="main", split="test", streaming=True, limit=2)
+    source = Source(hub="some/set", subset="main", split="test", revision="v2", streaming=True, limit=2)
     assert [row for chunk in chunks([source], tmp_path / "cache") for row in chunk.rows] == [
         {"text": "a"},
         {"text": "b"},
     ]
-    assert asked == [(("some/set", "main"), {"split": "test", "streaming": True, "cache_dir": str(tmp_path / "cache")})]
+    options = {"split": "test", "revision": "v2", "streaming": True, "cache_dir": str(tmp_path / "cache")}
+    assert asked == [(("some/set", "main"), options)]
     with pytest.raises(BadInput, match=r"data set some/set/default/train: cannot be read .*a shard is damaged"):
         list(chunks([Source(hub="some/set")], tmp_path))
 
@@ -293,7 +324,35 @@ def test_other_encodings_are_refused_as_a_file(tmp_path: Path, suffix: str, enco
 def test_a_source_is_known_by_its_content(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(LINES)
-    first = source_record(Source(path=str(path)))
-    assert source_record(Source(path=str(path))) == first
+    first = source_record(Source(path=str(path)), {})
+    assert source_record(Source(path=str(path)), {}) == first
     path.write_bytes(LINES + b'{"text": "b"}\n')
-    assert source_record(Source(path=str(path))) != first
+    assert source_record(Source(path=str(path)), {}) != first
+
+
+def test_a_hub_set_is_known_by_the_commit_that_the_hub_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def tell(self: Any, name: str, **options: Any) -> Any:
+        asked.append((name, options["revision"]))
+        if name == "some/secret":
+            raise ConnectionError("no route")
+        return SimpleNamespace(sha=f"sha of {options['revision']}")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", tell)
+    full = "0123456789" * 4
+    train, test = Source(hub="some/set"), Source(hub="some/set", split="test")
+    sources = (train, test, *(Source(hub=name, revision=given) for name, given in (("some/set", "v2"), ("b/c", full))))
+    offline = {"some/set@newest": "seen before"}
+    assert hub.commits(sources, offline) == {**offline, f"b/c@{full}": full}
+    assert asked == [], "HF_HUB_OFFLINE is set in tests"
+    monkeypatch.setattr("huggingface_hub.constants.is_offline_mode", lambda: False)
+    secret = Source(hub="some/secret")
+    found = hub.commits((*sources, secret), {"some/secret@newest": "seen before"})
+    assert found == {
+        "some/set@newest": "sha of None", "some/set@v2": "sha of v2", f"b/c@{full}": full,
+        "some/secret@newest": "seen before",
+    }  # fmt: skip
+    assert asked == [("some/set", None), ("some/set", "v2"), ("some/secret", None)]
+    assert source_record(test, found)["commit"] == "sha of None"
+    assert source_record(test, {}) == {"hub": "some/set", "subset": None, "split": "test", "limit": None}

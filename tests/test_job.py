@@ -155,6 +155,33 @@ def test_a_stage_that_hangs_ends_itself_with_all_stacks(tmp_path: Path) -> None:
     assert status(tmp_path)["status"] == "failed"
 
 
+STALLS = "time.sleep(600)"
+
+
+@pytest.mark.parametrize(
+    ("step", "stall_seconds", "setting"),
+    [
+        (f"work.allow(1.0, 'train.stall_timeout'); {STALLS}", 600.0, "train.stall_timeout"),
+        (f"work.allow(1.0, 'train.stall_timeout'); {STALLS}", None, "train.stall_timeout"),
+        (f"work.allow(600.0, 'train.stall_timeout'); {STALLS}", 1.0, "jobs.stall_seconds"),
+        (f"work.allow(0.5, 'x'); work.allow(); {STALLS}", 1.5, "jobs.stall_seconds"),
+    ],
+)
+def test_the_shorter_of_two_bounds_ends_a_stage_and_is_named(
+    tmp_path: Path, step: str, stall_seconds: float | None, setting: str
+) -> None:
+    process = stage(tmp_path, step, stall_seconds=stall_seconds)
+    error = process.communicate(timeout=60)[1]
+    assert process.returncode == 1
+    assert f"all stacks in the log (`{setting}`)" in error
+
+
+def test_a_bound_that_is_lifted_ends_nothing(tmp_path: Path) -> None:
+    process = stage(tmp_path, "work.allow(0.5, 'x'); work.allow(); time.sleep(2)", stall_seconds=None)
+    error = process.communicate(timeout=60)[1]
+    assert process.returncode == 0, error
+
+
 def test_a_driver_that_does_not_answer_ends_the_stage_too(tmp_path: Path) -> None:
     hangs = "devices.visible = lambda: time.sleep(600)"
     process = stage(tmp_path, "pass", hangs, stall_seconds=1.0)

@@ -171,9 +171,9 @@ def test_doctor_chooses_mask_tokens(run_file: str, capsys: pytest.CaptureFixture
     Path(run_file).write_text(yaml.safe_dump(run_body(drafters={"base": {}, "wide": {"mask_token": "<none>"}})))
     assert cli.exit_code(["doctor", run_file, "--json"]) == 1
     checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)}
-    assert checks["mask token base"]["found"].startswith("id ")
-    assert checks["mask token wide"]["status"] == "failure"
-    assert "is not a special token" in checks["mask token wide"]["found"]
+    assert "mask token 265: the lowest embedding row" in checks["drafter base"]["found"]
+    assert checks["drafter wide"]["status"] == "failure"
+    assert "drafters.wide: mask_token: '<none>' is not a special token" in checks["drafter wide"]["found"]
 
 
 def asked(run_file: str, capsys: pytest.CaptureFixture[str], **sections: Any) -> dict[str, dict[str, str]]:
@@ -196,8 +196,8 @@ def test_doctor_says_once_what_is_wrong_with_a_target(run_file: str, capsys: pyt
 
 def test_doctor_looks_at_what_drafters_start_from(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     checks = asked(run_file, capsys, train={"warm_start": "nowhere"})
-    assert checks["warm start base"]["status"] == "failure"
-    assert "nowhere" in checks["warm start base"]["found"]
+    assert checks["drafter base"]["status"] == "failure"
+    assert "drafters.base: train.warm_start: nowhere: not a folder" in checks["drafter base"]["found"]
 
 
 def test_doctor_counts_the_gpus_that_are_asked_for(
@@ -208,6 +208,10 @@ def test_doctor_counts_the_gpus_that_are_asked_for(
     checks = asked(run_file, capsys, drafters={"base": {"gpus": 2}})
     assert checks["drafters.base.gpus"]["found"] == "2 GPUs wanted, 1 here"
     assert "target.gpus" not in checks
+    checks = asked(run_file, capsys, drafters={"base": {"gpus": 4}, "wide": {"gpus": 2}}, jobs={"nodes": 2})
+    assert checks["drafters.base.gpus"]["found"] == "2 GPUs wanted on each of 2 machines (`jobs.nodes`), 1 here"
+    assert checks["drafters.base.gpus"]["remedy"] == "set drafters.base.gpus to at most 2"
+    assert "drafters.wide.gpus" not in checks
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from data.layout import Layout
 from data.manifest import read_manifest
 from data.settings import Run, load_run
 from pipeline.forecast import Model, cache_bytes, drafter_parameters
-from stages.plan import amounts_of, lines
+from stages.plan import amounts_of, described, lines
 from tests.extracting import extract, write_token_parts
 
 
@@ -27,10 +27,19 @@ def test_forecast_bytes_are_the_cache_s_bytes(make_run: Callable[..., Run], tmp_
     counts = read_manifest(Layout.of(run).cache_part(0), "cache")["counts"]
     assert amounts.from_tokens
     assert (amounts.rows, amounts.tokens, amounts.states) == (60, counts["tokens"], counts["states"])
-    from stages.plan import config_of
-
-    forecast = cache_bytes(amounts, Model.of(run, config_of(run)), "fp8", run)
+    forecast = cache_bytes(amounts, Model.of(run, described(run)[0]), "fp8", run)
     assert abs(forecast - counts["bytes"]) < 0.1 * counts["bytes"]
+
+
+def test_a_manifest_is_read_once_and_not_for_every_row(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run("read-once", extract={"parts": 2, "codec": "fp8"})
+    write_token_parts(run, rows=20)
+    read: list[Path] = []
+    monkeypatch.setattr("stages.plan.read_manifest", lambda path, kind: read.append(path))
+    assert amounts_of(run).rows == 20
+    assert len(read) == 2
 
 
 def test_plan_before_anything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny_root: Path) -> None:
@@ -55,6 +64,15 @@ def test_plan_before_anything_runs(tmp_path: Path, capsys: pytest.CaptureFixture
     assert cli.exit_code(["plan", str(tmp_path / "run.yaml")]) == 0
     text = capsys.readouterr().out
     assert re.search(r"^batches +base: NOT possible: train.anchor_slots 1 is less than the 14 anchors", text, re.M)
+    assert re.search(r"^drafter +base: mask token 265, the lowest embedding row above the tokenizer", text, re.M)
+    drafters = {"wide": {"taps": [0, 4]}, "base": {"mask_token": 99999}}
+    (tmp_path / "run.yaml").write_text(json.dumps({**body, "drafters": drafters}))
+    assert cli.exit_code(["plan", str(tmp_path / "run.yaml")]) == 0
+    text = capsys.readouterr().out
+    assert "drafter   NOT possible: drafters.wide: taps [0, 4] are not all in extract.layers [1, 2, 3]" in text
+    assert (
+        "drafter   NOT possible: drafters.base: mask_token: id 99999 is outside the target's vocabulary of 320" in text
+    )
 
 
 def test_sizes_of_the_published_recipe(tmp_path: Path) -> None:

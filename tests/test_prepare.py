@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from tokenizers import processors
 from data.conversations import REASONS
 from data.errors import BadInput, Failure
 from data.layout import Layout
-from data.manifest import read_manifest
+from data.manifest import read_json, read_manifest
 from data.settings import Data, Run, load_run
 from data.sources import Chunk
 from data.spill import Seen
@@ -156,7 +157,8 @@ BAD: list[tuple[Any, str]] = [
 
 def test_torture_file(run_of: MakeRun) -> None:
     path, run = run_of([*GOOD.values(), *(row for row, _ in BAD)])
-    prepare(path)
+    printed = prepare(path)
+    assert "dropped 1: image (an image, audio or video part: only text can be trained on)" in printed
     body = account(run)
     assert body["counts"]["rows_in"] == len(GOOD) + len(BAD)
     assert body["counts"]["kept"] == len(GOOD)
@@ -390,6 +392,30 @@ def test_a_benchmark_out_of_reach_is_named_and_counted_when_it_is_there(
     }
 
 
+def test_a_hub_set_that_changed_is_not_current(run_of: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    state = {"commit": "a" * 40, "offline": False}
+    rows = [chat(f"answer {i}", id=f"row-{i}") for i in range(4)]
+
+    def tell(*_: Any, **__: Any) -> Any:
+        return SimpleNamespace(sha=state["commit"])
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: iter(rows))
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", tell)
+    monkeypatch.setattr("huggingface_hub.constants.is_offline_mode", lambda: state["offline"])
+    path, run = run_of([], {"train": [{"hub": "some/set"}]})
+    prepare(path)
+    assert account(run)["commits"] == {"some/set@newest": "a" * 40}
+    state["offline"] = True
+    assert "all parts are there and current" in prepare(path), "without network nothing is made again"
+    state |= {"offline": False, "commit": "b" * 40}
+    rows.append(chat("new", id="new"))
+    assert "current" not in prepare(path)
+    assert account(run)["counts"]["rows_in"] == 5
+    assert "all parts are there and current" in prepare(path)
+
+
 def test_dropped_too_many_fails_and_publishes_nothing(run_of: MakeRun) -> None:
     path, run = run_of([chat(), b"broken", b"broken too"], {"max_dropped": 0.5})
     with pytest.raises(Failure, match=r"2 of 3 rows dropped, more than data.max_dropped 0.5: not_json 2"):
@@ -435,6 +461,25 @@ def test_a_second_run_changes_nothing_and_other_settings_do(run_of: MakeRun) -> 
     _, run = run_of(rows, {"supervise": "last"})
     prepare(path)
     assert snapshot(run) != first
+
+
+def test_new_rows_change_what_their_own_part_is_and_no_other(run_of: MakeRun) -> None:
+    def fingerprints(data: dict[str, Any], rows: int) -> list[list[str]]:
+        path, run = run_of([chat(f"answer {i}", id=f"row-{i}") for i in range(rows)], data={**data, "validation": 0.0})
+        prepare(path)
+        layout = Layout.of(run)
+        kinds = (layout.prompts, layout.tokens)
+        return [[read_json(of(part), "")["fingerprint"] for part in range(run.extract.parts)] for of in kinds]
+
+    def changed(before: list[list[str]], after: list[list[str]]) -> list[set[int]]:
+        return [
+            {i for i, (a, b) in enumerate(zip(*each, strict=True)) if a != b}
+            for each in zip(before, after, strict=True)
+        ]
+
+    first, second = fingerprints({}, 20), fingerprints({}, 21)
+    assert changed(first, second) == [{row_hash("row-20") % 3}] * 2
+    assert changed(second, fingerprints({"template_arguments": {"enable_thinking": False}}, 21)) == [{0, 1, 2}] * 2
 
 
 def test_the_manifest_of_the_whole_comes_back_when_only_that_is_gone(run_of: MakeRun) -> None:

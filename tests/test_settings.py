@@ -11,7 +11,11 @@ from pydantic import BaseModel, ValidationError
 
 from data import settings
 from data.errors import BadInput
-from data.settings import Run, load_run, section_json
+from data.manifest import fingerprint
+from data.part import cache_settings
+from data.settings import Run, load_run
+from data.shaping import shaping
+from tests.flow import run_body
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL: dict[str, Any] = {"name": "r", "target": {"model": "tiny:0"}, "data": {"train": [{"path": "a.jsonl"}]}}
@@ -38,6 +42,7 @@ REFUSED = [
     ("train.learning_rat", 1, "unknown key `train.learning_rat`; did you mean `learning_rate`?"),
     ("extract.codek", "fp8", "unknown key `extract.codek`; did you mean `codec`?"),
     ("drafters.base", {"layer": 3}, "unknown key `drafters.base.layer`; did you mean `layers`?"),
+    ("target.parallel", "layers", "unknown key `target.parallel`"),
     ("evall", {}, "unknown key `evall`; did you mean `eval`?"),
     ("train.epochs", "six", "`train.epochs`: Input should be a valid integer"),
     ("train.epochs", 0, "`train.epochs`: Input should be greater than 0 (got 0)"),
@@ -46,7 +51,32 @@ REFUSED = [
     ("extract.layers", [3, 3], "layer ids must ascend without repeats"),
     ("drafters.base", {"block_size": 1}, "`drafters.base.block_size`"),
     ("drafters.base", {"train": {"epoch": 1}}, "drafters.base.train: unknown key `epoch`; did you mean `epochs`?"),
-    ("drafters.base", {"gpus": 3}, "batches_per_step 8 does not divide by gpus 3"),
+    ("extract.layers", [], "give at least one layer id"),
+    ("drafters.base", {"gpus": 3}, "drafters.base: batches_per_step 8 does not divide by gpus 3"),
+    ("drafters.base", {"taps": [4, 0]}, "`drafters.base.taps`: layer ids must ascend without repeats"),
+    ("drafters.base", {"heads": 7, "kv_heads": 3}, "`drafters.base`: heads 7 do not divide by kv_heads 3"),
+    ("drafters.base", {"full_layers": 2}, "full_layers 2 needs `sliding_window`: without one all layers are full"),
+    ("drafters.base", {"full_layers": 9, "sliding_window": 64}, "full_layers 9 of 5 layers: at most 5"),
+    (
+        "drafters.base",
+        {"rope_scaling": {"rope_type": "foo"}},
+        "`rope_type` is 'foo', which is none of default, linear,",
+    ),
+    ("drafters.base", {"rope_scaling": {"type": "linear", "factor": 2}}, "`rope_type` is None, which is none of"),
+    ("drafters.base", {"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "needs original_max_position_embeddings"),
+    ("drafters.base", {"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "`factor` is '2', expected a number"),
+    (
+        "drafters.base",
+        {"rope_scaling": {"rope_type": "linear", "factor": 2, "mscale": 1}},
+        "`rope_type: linear` has no m",
+    ),
+    (
+        "train.loss",
+        {"kind": "kl"},
+        "drafters.base: loss kind `kl` needs a teacher: set extract.extras to [last_hidden]",
+    ),
+    ("drafters.base", {"train": {"loss": {"kind": "tv"}}}, "loss kind `tv` needs a teacher"),
+    ("jobs.nodes", 2, "drafters.base: gpus 1 does not divide by jobs.nodes 2"),
     ("drafters", {}, "`drafters`"),
     ("name", "../up", "`name`"),
     ("name", "", "`name`"),
@@ -58,6 +88,7 @@ REFUSED = [
     ("data.train", "rows.jsonl", "`data.train`: needs a list, for example `[{path: rows.jsonl}]`"),
     ("data.train", [], "`data.train`"),
     ("data.train", [{"path": "a", "hub": "b"}], "give exactly one of `path` and `hub`"),
+    ("data.train", [{"path": "a", "revision": "main"}], "`revision` is of hub data sets; leave it out beside `path`"),
     ("data.validation", 1.5, "data.validation"),
 ]
 
@@ -72,6 +103,62 @@ def test_a_bad_run_file_is_refused_in_one_line_that_names_the_key(
     assert message.startswith(str(tmp_path / "run.yaml"))
     assert text in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("train.lr", "learning_rate"),
+        ("train.wd", "weight_decay"),
+        ("train.bs", "batches_per_step"),
+        ("train.batch_size", "batches_per_step"),
+        ("train.seq_len", "context_tokens"),
+        ("train.num_train_epochs", "epochs"),
+        ("train.warmup_ratio", "warmup"),
+        ("train.lr_scheduler", "schedule"),
+        ("train.gradient_accumulation_steps", "batches_per_step"),
+        ("train.eval_every", "validate_every"),
+        ("extract.bs", "tokens_per_batch"),
+        ("eval.bs", "batch_size"),
+        ("data.seq_len", "max_length"),
+        ("data.max_seq_len", "max_length"),
+        ("target.model_name", "model"),
+        ("target.precision", "dtype"),
+        ("evaluation", "eval"),
+        ("dataset", "data"),
+    ],
+)
+def test_what_other_programs_call_a_setting_leads_to_ours(tmp_path: Path, typed: str, meant: str) -> None:
+    with pytest.raises(BadInput, match=f"unknown key `{typed}`; did you mean `{meant}`"):
+        load_run(write(tmp_path, changed(typed, 1)))
+
+
+@pytest.mark.parametrize("typed", ["train.dropout", "data.zz", "target.quantisation"])
+def test_a_key_that_is_near_nothing_gets_the_whole_list(tmp_path: Path, typed: str) -> None:
+    with pytest.raises(BadInput, match="valid keys here"):
+        load_run(write(tmp_path, changed(typed, 1)))
+
+
+SECTIONS = "name: r\ntarget: {model: tiny:0}\ndata: {train: [{path: a}]}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (SECTIONS + "train: {epochs: 2}\neval: {}\ntrain: {seed: 1}\n", "line 6: `train` .* second time, after line 4"),
+        (SECTIONS + "train:\n  epochs: 2\n  'epochs': 3\n", "line 6: `epochs` is given a second time, after line 5"),
+        (SECTIONS + "drafters: {base: {layers: 1}, base: {layers: 2}}\n", "line 4: `base` is given a second time"),
+    ],
+)
+def test_a_key_that_stands_twice_is_refused_with_its_lines(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(BadInput, match=f"run.yaml: {words}"):
+        load_run(write(tmp_path, text))
+
+
+def test_a_merged_mapping_may_be_overridden(tmp_path: Path) -> None:
+    text = SECTIONS + "drafters:\n  base: &base {layers: 1, block_size: 4}\n  wide: {<<: *base, layers: 2}\n"
+    run = load_run(write(tmp_path, text))
+    assert [(drafter.layers, drafter.block_size) for drafter in run.drafters.values()] == [(1, 4), (2, 4)]
 
 
 @pytest.mark.parametrize(
@@ -111,6 +198,14 @@ def test_a_run_is_frozen(tmp_path: Path) -> None:
         run.train.epochs = 2
 
 
+def test_taps_that_are_not_kept_are_refused_and_those_that_are_pass(tmp_path: Path) -> None:
+    body = changed("extract.layers", [1, 4]) | {"drafters": {"base": {"taps": [0, 4]}}}
+    with pytest.raises(BadInput, match=r"drafters\.base: taps \[0, 4\] are not all in extract\.layers \[1, 4\]"):
+        load_run(write(tmp_path, body))
+    body["drafters"]["base"] = {"taps": [4], "sliding_window": 64, "full_layers": 5, "heads": 6, "kv_heads": 3}
+    assert load_run(write(tmp_path, body)).drafters["base"].taps == (4,)
+
+
 def test_a_drafters_overrides_go_over_train_key_by_key(tmp_path: Path) -> None:
     body = changed("train", {"epochs": 3, "loss": {"kind": "dpace", "alpha": 0.3}})
     body["drafters"] = {"base": {}, "other": {"train": {"loss": {"alpha": 0.7}}}}
@@ -125,10 +220,20 @@ def test_an_unknown_drafter_is_refused_with_the_known_ones(tmp_path: Path) -> No
         load_run(write(tmp_path, SMALL)).drafter("x")
 
 
-def test_section_json_does_not_depend_on_the_order_of_keys(tmp_path: Path) -> None:
+def test_what_shapes_a_stage_does_not_depend_on_the_order_of_keys() -> None:
     one = Run.model_validate(SMALL | {"train": {"epochs": 2, "seed": 1}})
     two = Run.model_validate(SMALL | {"train": {"seed": 1, "epochs": 2}})
-    assert section_json(one.train) == section_json(two.train)
+    assert shaping(one, "train", "base") == shaping(two, "train", "base")
+
+
+def test_settings_that_do_not_shape_an_artefact_move_no_fingerprint() -> None:
+    """What a run made by an earlier version says of its settings. Whoever changes this lets all of it be made again."""
+    body = run_body(drafters={"wide": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}})
+    body["data"]["train"].append({"hub": "a/b"})
+    run = Run.model_validate(body)
+    stages = ("prepare", "regenerate", "extract", "train", "eval", "export", "report")
+    shaped = [cache_settings(run), *(shaping(run, stage, "wide") for stage in stages)]
+    assert fingerprint(shaped) == "576121c018d624dafce58a3397a7dcff"
 
 
 def test_every_field_says_what_it_does() -> None:

@@ -10,7 +10,7 @@ import pytest
 from data.conversations import Rejected
 from data.errors import BadInput
 from pipeline.encoding import Rendered
-from pipeline.template import Template, render_prompt, render_row
+from pipeline.template import Template, render_prompt
 from tests.template_kinds import tokenizer_of
 
 ASK = {"role": "user", "content": "What is 2+2?"}
@@ -221,8 +221,8 @@ def test_taken_argument_names_are_refused() -> None:
         template_of("chatml", add_generation_prompt=True)
 
 
-def test_render_row_gives_ids_and_mask() -> None:
-    ids, mask = render_row(tokenizer_of("chatml"), TWO_TURNS, {}, "all")
-    assert ids.dtype == np.int32
-    assert mask.dtype == bool
-    assert len(ids) == len(mask)
+def test_a_row_is_ids_and_their_mask() -> None:
+    row = template_of("chatml").rows(TWO_TURNS)[-1]
+    assert row.ids.dtype == np.int32
+    assert row.supervised.dtype == bool
+    assert len(row.ids) == len(row.supervised)

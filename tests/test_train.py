@@ -7,6 +7,8 @@ import os
 import re
 import shutil
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +23,7 @@ from data.errors import BadInput, Failure, Stopped
 from data.layout import Layout
 from data.manifest import read_manifest
 from data.settings import Run, load_run
-from pipeline.checkpoint import choose, list_checkpoints, load_drafter
+from pipeline.checkpoint import CheckpointWriter, choose, list_checkpoints, load_drafter
 from pipeline.decode import Answer, Engine, Prompt
 from pipeline.graphs import Step
 from pipeline.job import Job, job
@@ -363,6 +365,62 @@ def test_bad_states_stop_training_with_step_row_and_parameter(successor: Run, mo
         train(run)
 
 
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set by the watchdog where it would end this process."""
+    event = threading.Event()
+    monkeypatch.setattr("pipeline.watchdog.os", SimpleNamespace(_exit=lambda code: event.set()))
+    return event
+
+
+def test_a_step_that_does_not_end_ends_the_training_with_all_stacks(
+    successor: Run, ended: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, steps = Step.update, iter(range(100))
+
+    def stalling(self: Step) -> None:
+        if next(steps) == 2:
+            assert ended.wait(60), "nobody ended it"
+            raise ZeroDivisionError("it would be dead")
+        original(self)
+
+    monkeypatch.setattr(Step, "update", stalling)
+    run = renamed(successor, "stalled", max_steps=5, stall_timeout=1.0, log_every=100)
+    with pytest.raises(ZeroDivisionError), job(run, "train", "base") as work:
+        train_drafter(run, "base", work)
+    log = work.log.read_text()
+    assert "all stacks in the log (`train.stall_timeout`)" in log
+    assert "in stalling" in log
+
+
+def test_what_takes_long_beside_steps_is_no_stall(
+    answered: tuple[Run, list[list[int]]], ended: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiling before the first step, writing a checkpoint, and a validation that gets on."""
+    calls: list[str] = []
+
+    def slow(owner: type, name: str, seconds: float) -> None:
+        original = getattr(owner, name)
+
+        def late(*arguments: Any, **keywords: Any) -> Any:
+            calls.append(name)
+            time.sleep(seconds)
+            return original(*arguments, **keywords)
+
+        monkeypatch.setattr(owner, name, late)
+
+    slow(Step, "prepare", 2.5)
+    slow(CheckpointWriter, "save", 2.5)
+    slow(Step, "score", 1.2)
+    run = renamed(
+        answered[0], "patient", max_steps=2, stall_timeout=2.0, context_tokens=128, anchor_slots=64, log_every=1
+    )
+    with job(run, "train", "base") as work:
+        train_drafter(run, "base", work)
+    assert not ended.is_set()
+    assert (calls[0], calls[-1], calls.count("score") > 1) == ("prepare", "save", True)
+
+
 def test_a_dead_reader_ends_the_run_with_its_error(successor: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: Cache, row: int, out: dict[str, np.ndarray], at: int) -> int:
         raise OSError("disk gone")
@@ -395,11 +453,6 @@ def test_a_cache_of_other_settings_is_refused_by_name(successor: Run) -> None:
     body["extract"]["codec"] = "fp8"
     with pytest.raises(BadInput, match=r"extract\.codec = 'float32', this run wants 'fp8'"):
         train(Run.model_validate(body))
-
-
-def test_distillation_needs_a_teacher_in_the_cache(successor: Run) -> None:
-    with pytest.raises(BadInput, match=r"extract\.extras"):
-        train(renamed(successor, "untaught", loss={"kind": "kl"}))
 
 
 def test_warm_start_begins_where_the_other_ended(successor: Run, tmp_path: Path) -> None:

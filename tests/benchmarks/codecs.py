@@ -148,7 +148,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield {
             "codec": name,
             "layers": list(layers),
-            "bits": codec.bits_per_value(),
+            "bits": 8 * codec.bytes_per_state() / (codec.layers * codec.width),
             "zstd_bits": compressed_bits(codec, judged),
             "bytes_per_token_5x4096": CODECS[name](5, 4096).bytes_per_state(),
             "kl": divergence(target, test, layers, codec),

@@ -4,11 +4,12 @@
     python -m tests.benchmarks.reference RUN.yaml --codecs bf16 fp8 klt5
 
 The first form runs nothing. One line a drafter, checkpoint and benchmark: pooled acceptance length with its bootstrap
-interval, the same over the first prompts alone, and its ratio to the first line of that benchmark, with the interval of
-a paired bootstrap over all prompts. `--codecs` first runs the whole path (Snakemake) once a codec, each from a copy of
-the run file under the run's root; a path that fails is said and leaves its line out. `--out` keeps the lines as JSON,
-from which `tests.benchmarks.readme` makes the README's table. Do not give `--codecs` a run file
-whose answers are regenerated unless each codec shall regenerate them.
+interval, the same over the first prompts alone, and its ratio to what it is compared with, with the interval of a
+paired bootstrap over all prompts: in the first run that is the run's first drafter, in other runs the first run's
+drafter of the same name. `--codecs` first runs the whole path (Snakemake) once a codec, each from a copy of the run file
+under the run's root; a path that fails is said and leaves its line out. `--out` keeps the lines as JSON, from which
+`tests.benchmarks.readme` makes the README's table. Do not give `--codecs` a run file whose answers are regenerated
+unless each codec shall regenerate them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import csv
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ COLUMNS = (
     "prompts",
     "acceptance, 95 %",
     "first prompts",
-    "of the first line, 95 % (paired)",
+    "of the first, 95 % (paired)",
 )
 
 
@@ -65,18 +66,21 @@ def follow(path: Path) -> bool:
     return subprocess.run(command, check=False).returncode == 0
 
 
-def rows_of(run: Run, first: int, bases: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A row for each record of the run. `bases` keeps the first record of each benchmark."""
+def rows_of(run: Run, first: int, bases: dict[tuple[str, str], Any]) -> Iterator[dict[str, Any]]:
+    """A row for each record of the run. `bases` keeps the first run's records, by benchmark and drafter."""
     layout, cache = Layout.of(run), Layout.of_cache(run)
     manifests = [path for part in range(run.extract.parts) if (path := cache.cache_part(part)).exists()]
     counts = [read_manifest(path, "cache")["counts"] for path in manifests]  # none of a cache that is not kept
     tokens = sum(count["tokens"] for count in counts)
+    alone = not bases
     for drafter in run.drafters:
         for path in sorted(layout.eval(drafter).glob("*.json")):
             record = json.loads(path.read_text())
             if "by_prompt" not in record:
                 continue
-            base = bases.setdefault(record["benchmark"], record)
+            if alone:
+                bases.setdefault((record["benchmark"], drafter), record)
+            base = _base(bases, record["benchmark"], "" if alone else drafter)
             few = np.array([counts for _, *counts in record["by_prompt"][:first]], float)
             yield {
                 "run": run.name,
@@ -90,8 +94,13 @@ def rows_of(run: Run, first: int, bases: dict[str, Any]) -> Iterator[dict[str, A
                 "prompts": record["prompts"],
                 "acceptance": record["pooled"],
                 "first": {"prompts": len(few), "acceptance": float(pooled(few))},
-                "of_first_line": compare(record["by_prompt"], base["by_prompt"], run.eval.seed),
+                "compared": compare(record["by_prompt"], base["by_prompt"], run.eval.seed) if base else None,
             }
+
+
+def _base(bases: Mapping[tuple[str, str], Any], benchmark: str, drafter: str) -> Any:
+    same = [record for (name, _), record in bases.items() if name == benchmark]
+    return bases.get((benchmark, drafter), same[0] if same else None)
 
 
 def seconds(paths: Iterable[Path]) -> float | None:
@@ -101,8 +110,9 @@ def seconds(paths: Iterable[Path]) -> float | None:
 
 
 def of_runs(paths: Sequence[Path], first: int) -> list[dict[str, Any]]:
-    """Rows of several runs; the first of each benchmark is what the others are compared with."""
-    bases: dict[str, Any] = {}
+    """Rows of several runs. The first run's drafters are compared with its first, those of other runs with the first
+    run's drafter of the same name, where there is one."""
+    bases: dict[tuple[str, str], Any] = {}
     return [row for path in paths for row in rows_of(load_run(path), first, bases)]
 
 
@@ -110,7 +120,7 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
     """The table of `rows`."""
     lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
     for row in rows:
-        whole, ratio, few = row["acceptance"], row["of_first_line"], row["first"]
+        whole, ratio, few = row["acceptance"], row["compared"], row["first"]
         cells = [
             row["run"],
             row["drafter"],
@@ -121,7 +131,7 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
             str(row["prompts"]),
             f"**{whole['value']:.3f}** [{whole['low']:.3f}, {whole['high']:.3f}]",
             f"{few['acceptance']:.3f} ({few['prompts']})",
-            f"{ratio['value']:.4f} [{ratio['low']:.4f}, {ratio['high']:.4f}]",
+            f"{ratio['value']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]" if ratio else "",
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -20,9 +20,10 @@ from data.codec import ArraySpec, Codec
 from data.errors import BadInput
 from data.layout import Layout, part_name
 from data.manifest import fingerprint, read_manifest, require_equal, understood
-from data.part import COMMON, cache_settings, load_codec, read_rows
+from data.part import COMMON, load_codec, read_rows
 from data.reader import ShardReader
 from data.settings import Run
+from data.shaping import cache_settings
 from data.store import Bucket, Folder, open_store
 
 AGAIN = "run `draftmill extract` again"
@@ -97,7 +98,7 @@ class Cache:
 
         Raises BadInput when a part is missing, parts differ, or the cache was made with other settings, naming them.
         """
-        layout = cache_layout(run)
+        layout = Layout.of_cache(run)
         manifests = [read_manifest(layout.cache_part(part), "cache") for part in range(run.extract.parts)]
         with understood(layout.cache, AGAIN):
             for part, manifest in enumerate(manifests):
@@ -171,11 +172,6 @@ class Cache:
         specs = {name: (spec, shard.counts["states"]) for name, spec in self.codec.arrays().items()}
         specs |= {name: (spec, shard.counts["teacher"]) for name, spec in self.teacher_specs.items()}
         return ShardReader(self.store, shard.relative, shard.files, specs, self.manifest["compressor"], self._mapped)
-
-
-def cache_layout(run: Run) -> Layout:
-    """Layout of the run whose cache `run` reads: its own, or `cache.from`."""
-    return Layout.of_cache(run)
 
 
 def check_settings(path: Path, manifest: Mapping[str, Any], run: Run) -> None:

@@ -1,13 +1,11 @@
-"""A part of the cache on disk: the settings that shape it, its manifest, its rows, and the codec that parts share."""
+"""A part of the cache on disk: its manifest, its rows, and the codec that parts share."""
 
 from __future__ import annotations
 
-import fcntl
 import io
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +17,13 @@ import safetensors.torch
 from data.codec import ArraySpec, Codec, codec_from_record
 from data.errors import BadInput
 from data.layout import Layout, part_name
+from data.lock import locked
 from data.manifest import crc32c, file_record, fingerprint, publish, read_manifest, write_bytes
-from data.settings import FORMAT, Run
+from data.settings import Run
+from data.shaping import cache_settings
 from data.shard import record_path
 from data.store import Bucket, Folder, open_store
 from data.tokens import row_hash
-
-NOT_SHAPING = {
-    "target": {"gpus", "parallel", "trust_remote_code"},
-    "data": {"max_dropped", "regenerate"},
-    "extract": {"keep", "compile"},
-}
-"""Settings that leave the cache's content as it is, or are compared on their own."""
 
 COMMON = (
     "settings",
@@ -46,21 +39,6 @@ COMMON = (
     "teacher",
 )
 """Fields of a part's manifest in which all parts of a cache agree."""
-
-
-def cache_settings(run: Run) -> dict[str, Any]:
-    """Every setting that shapes the cache, as `{"extract.codec": "fp8", ...}`.
-
-    Recorded by extract and compared by consumers, so that a refusal names the very setting that differs.
-    """
-    flat: dict[str, Any] = {"format": FORMAT}
-    for section, left_out in NOT_SHAPING.items():
-        body = getattr(run, section).model_dump(mode="json", by_alias=True, exclude=left_out)
-        flat |= {f"{section}.{name}": value for name, value in body.items()}
-    if run.data.responses == "regenerate":
-        answers = run.data.regenerate.model_dump(mode="json", by_alias=True, exclude={"batch_size", "server"})
-        flat |= {f"data.regenerate.{name}": value for name, value in answers.items()}
-    return flat
 
 
 def part_body(
@@ -213,8 +191,7 @@ def shared_codec(layout: Layout, identity: str, make: Callable[[], Codec]) -> Co
     Safe against parts that start at the same time. `identity` stands for what the codec's constants depend on.
     """
     path = codec_path(layout)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(path.with_name(".codec.lock")):
+    with locked(path.with_name(".codec.lock")):
         if path.exists():
             with safetensors.safe_open(path, "pt") as file:
                 about = json.loads(file.metadata()["about"])
@@ -237,10 +214,3 @@ def load_codec(layout: Layout, record: Mapping[str, Any]) -> Codec:
         return codec_from_record(record, safetensors.torch.load_file(path))
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise BadInput(f"{path}: not the constants that the cache was made with ({error}); extract again") from None
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data import settings
-from data.cache import Cache, cache_layout
+from data.cache import Cache
 from data.errors import BadInput, Failure, Stopped
 from data.layout import Layout
 from data.manifest import fingerprint
@@ -76,10 +76,11 @@ class Trainer:
         )
 
     def _head(self) -> TargetHead:
-        head = load_head(cache_layout(self.run).head)
+        path = self.cache.layout.head
+        head = load_head(path)
         if head.embedding.shape[1] != self.cache.width or head.lm_head.shape[0] != self.cache.vocab_size:
             raise BadInput(
-                f"{cache_layout(self.run).head}: head of {list(head.lm_head.shape)} does not fit a cache of width "
+                f"{path}: head of {list(head.lm_head.shape)} does not fit a cache of width "
                 f"{self.cache.width} and vocabulary {self.cache.vocab_size}: run `draftmill extract` again"
             )
         return head.to(self.device, resolve_dtype(self.settings, self.device))

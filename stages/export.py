@@ -190,11 +190,10 @@ def check_folder(run: Run, folder: Path, python: str) -> None:
 
     Raises Failure when one that is installed reads it otherwise than it was meant.
     """
-    from data.cache import cache_layout
     from pipeline.consumers import check_exports
     from pipeline.head import load_head
 
-    head_file = cache_layout(run).head
+    head_file = Layout.of_cache(run).head
     verdicts = check_exports([folder], load_head(head_file) if head_file.exists() else None, python)[folder]
     click.echo(table(verdicts))
     failed = [verdict for verdict in verdicts if verdict.failed]

@@ -8,12 +8,11 @@ codec are the same for all parts and written once.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,9 +21,10 @@ import click
 
 from data.errors import BadInput, Failure
 from data.layout import Layout, part_name
+from data.lock import locked
 from data.manifest import State, file_record, fingerprint, publish, read_manifest, require_equal
 from data.settings import Run, load_run
-from data.shaping import shaping
+from data.shaping import cache_settings, shaping
 
 if TYPE_CHECKING:
     from data.codec import Codec
@@ -122,7 +122,6 @@ class Part:
 
     def _shape(self) -> dict[str, Any]:
         """What shapes this part, as far as it is known without loading weights."""
-        from data.part import cache_settings
         from pipeline.encoder import Teacher
         from pipeline.target import load_config, tap_layers, target_record
 
@@ -388,11 +387,3 @@ def publish_head(layout: Layout, target: Target, identity: Mapping[str, Any]) ->
             os.fsync(file.fileno())
         os.replace(temporary, layout.head)
         publish(about, "head", {**identity, "files": [file_record(layout.head, layout.cache)]})
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -56,10 +56,8 @@ class Verification:
     """One pass over the parts; the target is loaded when the first sound part needs it."""
 
     def __init__(self, run: Run, work: Job, fast: bool) -> None:
-        from data.cache import cache_layout
-
         self.run, self.work, self.fast = run, work, fast
-        self.layout: Layout = cache_layout(run)
+        self.layout = Layout.of_cache(run)
         self._target: Any = None
 
     def head(self) -> Iterator[str]:

@@ -15,7 +15,6 @@ import yaml
 from click.testing import CliRunner, Result
 from huggingface_hub import HfApi
 
-from data.cache import cache_layout
 from data.errors import BadInput, Failure
 from data.layout import Layout
 from data.manifest import publish
@@ -60,8 +59,8 @@ def trained(make_run: Callable[..., Run], tiny_root: Path, tiny_target: Target, 
     """A run file and its run, with checkpoints of steps 2 (better) and 4, and a head beside an absent cache."""
     run = make_run(f"export-{tmp_path.name}", drafters={"base": {"layers": 2, "block_size": 4}})
     layout, config = Layout.of(run), drafter_config(tiny_target)
-    cache_layout(run).cache.mkdir(parents=True)
-    save_head(tiny_target.head(), cache_layout(run).head)
+    Layout.of_cache(run).cache.mkdir(parents=True)
+    save_head(tiny_target.head(), Layout.of_cache(run).head)
     writer = CheckpointWriter(layout.checkpoints("base"), 2, 1)
     for step, acceptance in ((2, 2.5), (4, 2.0)):
         drafter = Drafter(config)
@@ -110,7 +109,7 @@ def test_the_best_checkpoint_is_written_with_card_and_provenance(trained: Traine
 
 
 def test_the_cache_may_be_gone(trained: Trained) -> None:
-    shutil.rmtree(cache_layout(trained[1]).cache)
+    shutil.rmtree(Layout.of_cache(trained[1]).cache)
     assert call(export.command, trained[0]).exception is None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -21,7 +21,7 @@ from data.errors import BadInput
 from data.layout import Layout, part_name
 from data.manifest import fingerprint, read_manifest, require_equal, understood
 from data.part import COMMON, load_codec, read_rows
-from data.reader import ShardReader
+from data.reader import ShardReader, remake
 from data.settings import Run
 from data.shaping import cache_settings
 from data.store import Bucket, Folder, open_store
@@ -39,7 +39,7 @@ class RowTable:
     """Rows of all parts; every array is [rows].
 
     `shard` numbers shards across parts; `*_start` are offsets inside the shard; `teacher` counts teacher entries,
-    `eligible` anchors that a block may start from.
+    `eligible` anchors that a block may start from; `*_crc32c` are checksums of what was stored for the row.
     """
 
     row_hash: np.ndarray
@@ -48,6 +48,8 @@ class RowTable:
     teacher: np.ndarray
     eligible: np.ndarray
     validation: np.ndarray
+    state_crc32c: np.ndarray
+    teacher_crc32c: np.ndarray
     shard: np.ndarray
     token_start: np.ndarray
     state_start: np.ndarray
@@ -57,7 +59,16 @@ class RowTable:
         return len(self.row_hash)
 
 
-_COLUMNS = ("row_hash", "length", "states", "teacher", "eligible", "validation")
+_COLUMNS = (
+    "row_hash",
+    "length",
+    "states",
+    "teacher",
+    "eligible",
+    "validation",
+    "state_crc32c",
+    "teacher_crc32c",
+)
 
 
 @dataclass(frozen=True)
@@ -68,7 +79,12 @@ class _Shard:
 
 
 class Cache:
-    """A finished cache, open for reading from any thread."""
+    """A finished cache, open for reading from any thread.
+
+    What is read is what was stored: token ids and masks are checked when a shard is opened, states and teacher entries
+    row by row, against the crc32c taken before they were written. So a zeroed page, a hole or a flipped bit ends the
+    reading, whatever the codec. `verify` finds all damage beforehand, also of what nothing reads, and asks the target.
+    """
 
     def __init__(self, layout: Layout, manifests: Sequence[Mapping[str, Any]], mapped: bool = True) -> None:
         self.layout = layout
@@ -132,22 +148,38 @@ class Cache:
         return shard.arrays["token_ids"][part], shard.arrays["supervised"][part].view(np.bool_)
 
     def read_states(self, row: int, out: Mapping[str, np.ndarray], at: int) -> int:
-        """Copy the row's encoded states into `out[name][at : at + n]` and return n, the states stored for it."""
-        return self._read(row, out, at, int(self.rows.state_start[row]), int(self.rows.states[row]))
+        """Copy the row's encoded states into `out[name][at : at + n]` and return n, the states stored for it.
+
+        Raises BadInput, naming shard and row, when they are not those that were stored.
+        """
+        rows = self.rows
+        begin, count = int(rows.state_start[row]), int(rows.states[row])
+        return self._read(row, self.codec.arrays(), out, at, begin, count, int(rows.state_crc32c[row]))
 
     def read_teacher(self, row: int, out: Mapping[str, np.ndarray], at: int) -> int:
         """Copy the row's teacher entries into `out[name][at : at + n]` and return n.
 
         Entry i belongs to the i-th position t with supervised[t + 1]: it teaches token t + 1.
-        """
-        return self._read(row, out, at, int(self.rows.teacher_start[row]), int(self.rows.teacher[row]))
 
-    def _read(self, row: int, out: Mapping[str, np.ndarray], at: int, start: int, count: int) -> int:
+        Raises BadInput, naming shard and row, when they are not those that were stored.
+        """
+        rows = self.rows
+        begin, count = int(rows.teacher_start[row]), int(rows.teacher[row])
+        return self._read(row, self.teacher_specs, out, at, begin, count, int(rows.teacher_crc32c[row]))
+
+    def _read(
+        self, row: int, names: Iterable[str], out: Mapping[str, np.ndarray], at: int, start: int, count: int, crc: int
+    ) -> int:
         if count:
-            shard = self._shard(row)
-            with understood(self.shards[self.rows.shard[row]].relative, AGAIN):
-                for name, target in out.items():
-                    shard.copy(name, start, start + count, target[at : at + count])
+            shard, relative, found = self._shard(row), self.shards[self.rows.shard[row]].relative, 0
+            with understood(f"{self.store}/{relative}", remake(relative)):
+                for name in names:
+                    found = shard.copy(name, start, start + count, out[name][at : at + count], found)
+            if found != crc:
+                row_id = self.row_id(row)
+                raise BadInput(
+                    f"{self.store}/{relative}: row {row_id}: not the bytes that were written: {remake(relative)}"
+                )
         return count
 
     def _shard(self, row: int) -> ShardReader:
@@ -165,7 +197,7 @@ class Cache:
 
     def _open_shard(self, number: int) -> ShardReader:
         shard = self.shards[number]
-        with understood(f"{self.layout.cache}/{shard.relative}", AGAIN):
+        with understood(f"{self.store}/{shard.relative}", remake(shard.relative)):
             return self._reader(shard)
 
     def _reader(self, shard: _Shard) -> ShardReader:

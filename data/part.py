@@ -137,6 +137,8 @@ def _table_bytes(rows: Sequence[Mapping[str, list[Any]]]) -> bytes:
             "teacher": pa.array(column("teacher"), pa.int32()),
             "eligible": pa.array(column("eligible"), pa.int32()),
             "validation": pa.array(column("validation"), pa.bool_()),
+            "state_crc32c": pa.array(column("state_crc32c"), pa.uint32()),
+            "teacher_crc32c": pa.array(column("teacher_crc32c"), pa.uint32()),
         }
     )
     sink = io.BytesIO()

@@ -268,6 +268,17 @@ def test_a_dead_reader_ends_the_run_with_its_error(successor: Run, monkeypatch: 
         train(renamed(successor, "reader", max_steps=5))
 
 
+def test_a_zeroed_part_of_a_shard_ends_training_and_names_shard_and_row(successor: Run, tmp_path: Path) -> None:
+    run = renamed(successor, "zeroed", max_steps=5)
+    shutil.copytree(Layout.of_cache(run).cache, tmp_path / "plus-one" / "cache")
+    run = run.model_copy(update={"root": str(tmp_path)})
+    hidden = next((tmp_path / "plus-one" / "cache").glob("part-*/shard-*.zarr/hidden/c/0/0/0"))
+    body = hidden.read_bytes()
+    hidden.write_bytes(bytes(len(body) // 2) + body[len(body) // 2 :])
+    with pytest.raises(BadInput, match=r"part-0000/shard-00000\.zarr: row row-\d: not the bytes that were written"):
+        train(run)
+
+
 @pytest.mark.parametrize(
     ("drafter", "message"),
     [

@@ -20,13 +20,11 @@ from data.codec import ArraySpec, Codec
 from data.errors import BadInput
 from data.layout import Layout, part_name
 from data.manifest import fingerprint, read_manifest, require_equal, understood
-from data.part import COMMON, load_codec, read_rows
+from data.part import AGAIN, COMMON, load_codec, read_rows
 from data.reader import ShardReader, remake
 from data.settings import Run
 from data.shaping import cache_settings
 from data.store import Bucket, Folder, open_store
-
-AGAIN = "run `draftmill extract` again"
 
 OPEN_SHARDS = 4096
 """Shards kept open at once; each takes a handful of memory maps, of which Linux allows 65,530 a process."""
@@ -120,7 +118,9 @@ class Cache:
             for part, manifest in enumerate(manifests):
                 check_settings(layout.cache_part(part), manifest, run)
                 first = {field: manifests[0][field] for field in COMMON}
-                require_equal(layout.cache_part(part), manifest, first, f"parts must agree; {AGAIN}")
+                both = f"parts must agree: remove this manifest and {layout.cache_part(0).name}, and {AGAIN}"
+                require_equal(layout.cache_part(part), manifest, {"codec": first.pop("codec")}, AGAIN)
+                require_equal(layout.cache_part(part), manifest, first, both)
             return cls(layout, manifests, mapped)
 
     def __len__(self) -> int:
@@ -211,7 +211,7 @@ def check_settings(path: Path, manifest: Mapping[str, Any], run: Run) -> None:
     wanted = cache_settings(run)
     if wanted["extract.layers"] == list(manifest["layer_ids"]):
         wanted["extract.layers"] = manifest["settings"]["extract.layers"]
-    require_equal(path, manifest["settings"], wanted, "run `draftmill extract` again, or change the setting back")
+    require_equal(path, manifest["settings"], wanted, f"{AGAIN}, or change the setting back")
 
 
 def _shards(part: int, manifest: Mapping[str, Any]) -> list[_Shard]:
@@ -225,9 +225,7 @@ def _row_table(
     columns = {name: table[name].to_numpy() for name in _COLUMNS}
     rows = np.array([shard.counts["rows"] for shard in shards], np.int64)
     if rows.sum() != len(table):
-        raise BadInput(
-            f"{layout.cache}: tables list {len(table)} rows, shards {rows.sum()}: run `draftmill extract` again"
-        )
+        raise BadInput(f"{layout.cache}: tables list {len(table)} rows, shards {rows.sum()}: {AGAIN}")
     first = (np.cumsum(rows) - rows).repeat(rows)
     starts = {
         f"{name}_start": _starts(columns[column], first)

@@ -18,12 +18,14 @@ from data.codec import ArraySpec, Codec, codec_from_record
 from data.errors import BadInput
 from data.layout import Layout, part_name
 from data.lock import locked
-from data.manifest import crc32c, file_record, fingerprint, publish, read_manifest, write_bytes
+from data.manifest import crc32c, file_record, fingerprint, publish, read_manifest, understood, write_bytes
 from data.settings import Run
 from data.shaping import cache_settings
 from data.shard import record_path
 from data.store import Bucket, Folder, open_store
 from data.tokens import row_hash
+
+AGAIN = "run `draftmill extract` again"
 
 COMMON = (
     "settings",
@@ -155,7 +157,7 @@ def read_rows(layout: Layout, manifests: Sequence[Mapping[str, Any]]) -> pa.Tabl
     for part, manifest in enumerate(manifests):
         path = rows_path(layout, part)
         if not _table_whole(layout, part, manifest):
-            raise BadInput(f"{path} is missing or damaged: run `draftmill extract` again for part {part}")
+            raise BadInput(f"{path} is missing or damaged: {AGAIN} for part {part}")
         tables.append(pq.read_table(path))
     return pa.concat_tables(tables).combine_chunks()
 
@@ -194,16 +196,24 @@ def shared_codec(layout: Layout, identity: str, make: Callable[[], Codec]) -> Co
     """
     path = codec_path(layout)
     with locked(path.with_name(".codec.lock")):
-        if path.exists():
-            with safetensors.safe_open(path, "pt") as file:
-                about = json.loads(file.metadata()["about"])
-            if about["identity"] == identity:
-                return load_codec(layout, about["record"])
+        if (stored := _stored_codec(layout, identity)) is not None:
+            return stored
         codec = make().to("cpu")
         # One key, since safetensors writes several in an order of chance.
         about = {"about": json.dumps({"identity": identity, "record": codec.record()}, sort_keys=True)}
         write_bytes(path, safetensors.torch.save({k: v.contiguous() for k, v in codec.tables.items()}, about))
         return codec
+
+
+def _stored_codec(layout: Layout, identity: str) -> Codec | None:
+    """None when there is none, or it is damaged or for another identity: it is made again then."""
+    path = codec_path(layout)
+    try:
+        with understood(path, AGAIN), safetensors.safe_open(path, "pt") as file:
+            about = json.loads(file.metadata()["about"])
+            return load_codec(layout, about["record"]) if about["identity"] == identity else None
+    except (BadInput, OSError, safetensors.SafetensorError):
+        return None
 
 
 def load_codec(layout: Layout, record: Mapping[str, Any]) -> Codec:
@@ -215,4 +225,4 @@ def load_codec(layout: Layout, record: Mapping[str, Any]) -> Codec:
     try:
         return codec_from_record(record, safetensors.torch.load_file(path))
     except (OSError, ValueError, safetensors.SafetensorError) as error:
-        raise BadInput(f"{path}: not the constants that the cache was made with ({error}); extract again") from None
+        raise BadInput(f"{path}: not the constants that the cache was made with ({error}): {AGAIN}") from None

@@ -24,13 +24,14 @@ from data.cache import Cache
 from data.errors import BadInput, Failure, Stopped
 from data.layout import Layout
 from data.manifest import fingerprint
+from data.part import AGAIN
 from data.shaping import shaping
 from pipeline.batches import BatchPlan, BatchShape, Plan, fill
 from pipeline.checkpoint import CheckpointInfo, CheckpointWriter, choose, load_weights, newest_sound
 from pipeline.console import Progress, say
 from pipeline.drafter import Drafter, initialise
 from pipeline.graphs import Step
-from pipeline.head import TargetHead, load_head
+from pipeline.head import TargetHead, head_damage, load_head
 from pipeline.interchange import read_checkpoint
 from pipeline.job import Job
 from pipeline.loader import Loader, rank_share
@@ -77,11 +78,13 @@ class Trainer:
 
     def _head(self) -> TargetHead:
         path = self.cache.layout.head
+        if damaged := head_damage(self.cache.layout, {"target": self.cache.manifest["target"]}):
+            raise BadInput(f"{damaged}: {AGAIN}")
         head = load_head(path)
         if head.embedding.shape[1] != self.cache.width or head.lm_head.shape[0] != self.cache.vocab_size:
             raise BadInput(
                 f"{path}: head of {list(head.lm_head.shape)} does not fit a cache of width "
-                f"{self.cache.width} and vocabulary {self.cache.vocab_size}: run `draftmill extract` again"
+                f"{self.cache.width} and vocabulary {self.cache.vocab_size}: {AGAIN}"
             )
         return head.to(self.device, resolve_dtype(self.settings, self.device))
 

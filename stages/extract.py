@@ -3,7 +3,7 @@
 A part's rows are in hash order, cut into windows; a window's shards are written, made durable and recorded together.
 Interrupted, the same command goes on with the first shard that is missing and computes the same batches again, so the
 bytes do not depend on interruptions. The part's manifest is published last. `cache/head.safetensors` and the fitted
-codec are the same for all parts and written once.
+codec are the same for all parts, written once, and made again where they are missing or damaged.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -65,6 +65,7 @@ class Machine:
         self.run, self._stack = run, stack
         self._target: Target | None = None
         self._extraction: Extraction | None = None
+        self._head = False
 
     def target(self, device: str) -> Target:
         from pipeline.target import load_target
@@ -72,6 +73,13 @@ class Machine:
         if self._target is None:
             self._target = load_target(self.run, device)
         return self._target
+
+    def share_head(self, layout: Layout, target: Mapping[str, Any], device: str) -> None:
+        """See to it that the head of `target` (its record) is there, every byte of it; once for all parts."""
+        if not self._head:
+            identity = {"target": target, "dtype": f"torch.{self.run.target.dtype}"}
+            publish_head(layout, identity, lambda: self.target(device))
+            self._head = True
 
     def extraction(self, layer_ids: tuple[int, ...], codec: Codec, teacher: Teacher) -> Extraction:
         from pipeline.encoder import Encoder
@@ -138,21 +146,43 @@ class Part:
         }
 
     def _current(self, shaped: Mapping[str, Any]) -> bool:
-        """Whether the part is there, made from what the run says now, and every file has its size."""
+        """Whether the part is there, made from what the run says now, and every file has its size.
+
+        What it shares with other parts is made again where it is missing: the part is of no use without.
+        """
         from data.part import damage
         from pipeline.console import say
 
         name = f"extract {part_name(self.part)}"
-        if not self.manifest.exists():
+        made = self._made()
+        if made is None:
             return False
-        made = read_manifest(self.manifest, "cache")
         changed = [field for field, value in shaped.items() if made.get(field) != value]
         if changed:
             say(f"{name}: made with other {', '.join(changed)}: made again")
             return False
         damaged = damage(self.layout, self.part, fast=True)
-        say(f"{name}: " + (f"{damaged[0]}: torn shards are written again" if damaged else "there and current"))
-        return not damaged
+        if damaged:
+            say(f"{name}: {damaged[0]}: torn shards are written again")
+            return False
+        self.machine.share_head(self.layout, shaped["target"], self.work.device)
+        if self._codec(shaped).record() != made["codec"]:
+            say(f"{name}: the codec that it was written with is gone, and came out otherwise now: made again")
+            return False
+        say(f"{name}: there and current")
+        return True
+
+    def _made(self) -> dict[str, Any] | None:
+        """The part's manifest; None when there is none that this version can read."""
+        from pipeline.console import say
+
+        if not self.manifest.exists():
+            return None
+        try:
+            return read_manifest(self.manifest, "cache")
+        except BadInput as error:
+            say(f"{error}; the part is made again")
+            return None
 
     def _check_table(self) -> None:
         wanted = self.tokens["files"][0]
@@ -187,8 +217,8 @@ class Part:
         target = self.machine.target(self.work.device)
         if target.width != self.width:
             raise BadInput(f"target: width {target.width}, its configuration says {self.width}")
-        publish_head(self.layout, target, {"target": shaped["target"], "dtype": str(target.dtype)})
-        self.codec = self._codec(target, shaped)
+        self.machine.share_head(self.layout, shaped["target"], self.work.device)
+        self.codec = self._codec(shaped)
         template = {name: self.tokens.get(name) for name in ("template", "tokenizer", "arguments")}
         teacher = self.teacher.arrays(self.width)
         inputs = shaped["inputs"]
@@ -202,7 +232,7 @@ class Part:
 
         return model_record(self.run, target.vocab)
 
-    def _codec(self, target: Target, shaped: Mapping[str, Any]) -> Codec:
+    def _codec(self, shaped: Mapping[str, Any]) -> Codec:
         """The codec of all parts; a fitted one is fitted to the first rows of the lowest part that has tokens."""
         from data.codec import CODECS, make_codec
         from data.part import shared_codec
@@ -213,9 +243,9 @@ class Part:
             identity = fingerprint([name, layers, self.width])
             return shared_codec(self.layout, identity, lambda: make_codec(name, layers, self.width))
         identity = fingerprint([name, self.layer_ids, shaped["target"], self.run.target.dtype])
-        return shared_codec(self.layout, identity, lambda: make_codec(name, layers, self.width, self._sample(target)))
+        return shared_codec(self.layout, identity, lambda: make_codec(name, layers, self.width, self._sample()))
 
-    def _sample(self, target: Target) -> Any:
+    def _sample(self) -> Any:
         from data.codec import CODECS
         from pipeline.console import say
         from pipeline.encoder import state_sample
@@ -231,7 +261,7 @@ class Part:
         if not works:
             raise BadInput(f"{self.layout.tokens(first)}: no row has an anchor: nothing to extract")
         say(f"fitting codec {self.run.extract.codec} to {sum(w.row.states for w in works)} states")
-        return state_sample(target, self.layer_ids, works)
+        return state_sample(self.machine.target(self.work.device), self.layer_ids, works)
 
     def _on_policy(self) -> dict[str, Any]:
         from pipeline.console import say
@@ -364,19 +394,19 @@ def flat(body: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     return found
 
 
-def publish_head(layout: Layout, target: Target, identity: Mapping[str, Any]) -> None:
-    """Write `head.safetensors` and its manifest unless they are there for this target; safe among parts."""
+def publish_head(layout: Layout, identity: Mapping[str, Any], load: Callable[[], Target]) -> None:
+    """Write `head.safetensors` and its manifest unless they are there, whole and of `identity`; safe among parts.
+
+    `load` gives the target, should it be needed.
+    """
     from safetensors import SafetensorError
 
-    from pipeline.head import save_head
+    from pipeline.head import head_damage, save_head
 
-    about = layout.head.with_suffix(".json")
     with locked(layout.cache / ".head.lock"):
-        if about.exists() and layout.head.exists():
-            made = read_manifest(about, "head")
-            if {name: made.get(name) for name in identity} == dict(identity):
-                return
-        temporary = layout.head.with_name(".head.tmp")
+        if head_damage(layout, identity) is None:
+            return
+        target, temporary = load(), layout.head.with_name(".head.tmp")
         try:
             save_head(target.head().to("cpu", target.dtype), temporary)
         except SafetensorError as error:
@@ -386,4 +416,5 @@ def publish_head(layout: Layout, target: Target, identity: Mapping[str, Any]) ->
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, layout.head)
-        publish(about, "head", {**identity, "files": [file_record(layout.head, layout.cache)]})
+        about = {**identity, "files": [file_record(layout.head, layout.cache)]}
+        publish(layout.head.with_suffix(".json"), "head", about)

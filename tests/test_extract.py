@@ -20,7 +20,7 @@ from data.codec import CODECS, make_codec
 from data.errors import BadInput, Failure, Stopped
 from data.layout import Layout
 from data.manifest import read_manifest
-from data.part import damage
+from data.part import codec_path, damage
 from data.settings import Run
 from data.shard import ShardWriter
 from pipeline.encoder import Encoder, Teacher, compilations
@@ -197,6 +197,53 @@ def test_torn_files_are_written_again(new_run: Callable[..., Run], fault: str) -
     extract(run)
     assert tree(run) == wanted
     assert shards(run)[0].stat().st_mtime_ns == kept
+
+
+SHARED_FAULTS = {
+    "head gone": ("head.safetensors", None),
+    "head cut": ("head.safetensors", lambda body: body[:-8]),
+    "head zeroed": ("head.safetensors", lambda body: body[:-20_000] + bytes(20_000)),
+    "head's manifest gone": ("head.json", None),
+    "head's manifest torn": ("head.json", lambda body: body[:20]),
+    "codec gone": ("codec.safetensors", None),
+    "codec torn": ("codec.safetensors", lambda body: body[:20]),
+    "codec zeroed": ("codec.safetensors", lambda body: body[:-64] + bytes(64)),
+    "manifest torn": ("part-0000.json", lambda body: body[:20]),
+}
+
+
+@pytest.mark.parametrize("fault", SHARED_FAULTS)
+def test_what_parts_share_is_made_again_and_no_shard_with_it(new_run: Callable[..., Run], fault: str) -> None:
+    """Training refuses such a cache and says to extract again, so extract must not call it current."""
+    run = new_run(rows=12, codec="klt6")
+    extract(run)
+    wanted, kept = tree(run), {path: path.stat().st_mtime_ns for path in shards(run)}
+    name, harm = SHARED_FAULTS[fault]
+    path = Layout.of(run).cache / name
+    body = path.read_bytes()
+    path.unlink() if harm is None else path.write_bytes(harm(body))
+    extract(run)
+    assert tree(run) == wanted
+    assert {path: path.stat().st_mtime_ns for path in shards(run)} == kept
+
+
+def test_parts_whose_codec_cannot_be_made_again_are_extracted_again(
+    new_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run(codec="klt6", parts=2)
+    extract(run, (0, 1))
+    before = Cache.open(run).codec.record()
+    sample = Part._sample
+    monkeypatch.setattr(Part, "_sample", lambda self: sample(self) * torch.linspace(1, 9, 64))
+    codec_path(Layout.of(run)).unlink()
+    extract(run, (1,))
+    with pytest.raises(BadInput, match=r"made with codec = .*: run `draftmill extract` again"):
+        Cache.open(run)
+    extract(run, (0, 1))
+    cache = Cache.open(run)
+    assert cache.codec.record() != before
+    assert all(damage(Layout.of(run), part) == [] for part in (0, 1))
+    assert all(stored(cache, row).isfinite().all() for row in range(len(cache)))
 
 
 def test_full_disk_stops_cleanly_and_resumes(new_run: Callable[..., Run]) -> None:

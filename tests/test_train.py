@@ -279,6 +279,15 @@ def test_a_zeroed_part_of_a_shard_ends_training_and_names_shard_and_row(successo
         train(run)
 
 
+def test_a_zeroed_head_is_refused_before_step_one(successor: Run, tmp_path: Path) -> None:
+    run = renamed(successor, "beheaded", max_steps=5)
+    shutil.copytree(Layout.of_cache(run).cache, tmp_path / "plus-one" / "cache")
+    head = tmp_path / "plus-one" / "cache" / "head.safetensors"
+    head.write_bytes(head.read_bytes()[:-20_000] + bytes(20_000))
+    with pytest.raises(BadInput, match=r"head\.safetensors has another crc32c .*: run `draftmill extract` again"):
+        train(run.model_copy(update={"root": str(tmp_path)}))
+
+
 @pytest.mark.parametrize(
     ("drafter", "message"),
     [

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pipeline.extraction import Extraction, Meter, Shard
     from pipeline.job import Job
     from pipeline.target import Target
-    from pipeline.windows import Window, Work
+    from pipeline.windows import Sizes, Window, Work
 
 POLICY_ROWS = 256
 """Rows, over all parts, whose supervised tokens are compared with the target's own argmax; at most 1 of 8."""
@@ -121,6 +121,7 @@ class Part:
         self.state.running()
         self.manifest.unlink(missing_ok=True)
         self._check_table()
+        self._check_disk()
         body = self._body(shaped)
         on_policy = self._on_policy()
         records = self._shards(body)
@@ -279,19 +280,14 @@ class Part:
         """Records of all shards, those of an earlier attempt included."""
         from pipeline.console import Progress
         from pipeline.extraction import Meter
-        from pipeline.windows import Sizes, windows
+        from pipeline.windows import windows
 
-        teacher = sum(spec.nbytes for spec in self.teacher.arrays(self.width).values())
-        sizes = Sizes(
-            self.codec.bytes_per_state(), teacher, self.run.extract.window_bytes, self.run.extract.shard_bytes
-        )
-        self._check_disk(sizes)
         records: dict[int, Mapping[str, Any]] = {}
         extraction = self.machine.extraction(self.layer_ids, self.codec, self.teacher)
         meter = Meter(extraction, part_name(self.part))
         tokens = self.tokens["counts"]["tokens"]
         with Progress(tokens, f"extract {part_name(self.part)}", unit="tokens") as bar:
-            for window in windows(self._works(), sizes):
+            for window in windows(self._works(), self._sizes()):
                 self._window(window, body, records, extraction, meter, bar)
             extraction.drain()
         meter.report()
@@ -344,21 +340,33 @@ class Part:
         extraction.window(works, places, ready)
         bar.advance(sum(tokens) - (bar.done - before), note=meter.note())  # rows that no batch had to run
 
-    def _check_disk(self, sizes: Any) -> None:
+    def _sizes(self) -> Sizes:
+        from data.codec import CODECS
+        from pipeline.windows import Sizes
+
+        settings = self.run.extract
+        state = CODECS[settings.codec](len(self.layer_ids), self.width).bytes_per_state()
+        teacher = sum(spec.nbytes for spec in self.teacher.arrays(self.width).values())
+        return Sizes(state, teacher, settings.window_bytes, settings.shard_bytes)
+
+    def _check_disk(self) -> None:
+        """Refuse, before the target is loaded, to begin a cache that the disk cannot hold, whichever part begins it."""
         from data.store import Bucket, open_store
         from pipeline.console import say, size
+        from pipeline.storage import need_of
 
         if isinstance(open_store(self.layout, self.run.extract.store), Bucket):
             return
-        need = sum(sizes.of(work) + 6 * len(work.row.token_ids) for work in self._works())
-        have = shutil.disk_usage(self.folder).free + sum(
-            path.stat().st_size for path in self.folder.rglob("*") if path.is_file()
-        )
-        say(f"extract {part_name(self.part)}: {size(need)} to store, {size(have)} free")
-        if need > have and not self.force:
+        sizes = self._sizes()
+        stored = sum(sizes.of(work) + 6 * len(work.row.token_ids) for work in self._works())
+        need = need_of(self.run, self.part, stored, self.tokens["counts"]["tokens"])
+        free = shutil.disk_usage(self.folder).free
+        both = f"{size(need.part)} to store, {size(need.cache)} with the parts that are not there, {size(free)} free"
+        say(f"extract {part_name(self.part)}: {both}")
+        if need.cache > free and not self.force:
             raise Failure(
-                f"{self.folder}: part {self.part} needs {size(need)}, the disk has {size(have)} for it: free some, "
-                "set another root or codec, or pass --force"
+                f"{self.folder}: too little disk for the cache: {both}: free some, set another root or codec, or pass "
+                "--force"
             )
 
     def _sweep(self, keep: set[str]) -> None:

@@ -266,9 +266,69 @@ def test_a_disk_too_small_is_refused_unless_forced(
 ) -> None:
     run = new_run()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1000, 0, 1000))
-    with pytest.raises(Failure, match=r"part 0 needs .* KiB, the disk has .*--force"):
+    with pytest.raises(Failure, match=r"too little disk for the cache: .* KiB to store, .* free: free some.*--force"):
         extract(run)
+    assert not Layout.of(run).head.exists(), "said before the target is loaded"
     extract(run, force=True)
+
+
+def free(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(size, 0, size))
+
+
+def sizes_of(run: Run) -> list[int]:
+    parts = range(run.extract.parts)
+    return [read_manifest(Layout.of(run).cache_part(part), "cache")["counts"]["bytes"] for part in parts]
+
+
+@pytest.mark.parametrize(("begun_by", "answered"), [(0, True), (2, False)])
+def test_a_disk_that_cannot_hold_all_parts_is_refused_by_the_first(
+    new_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, begun_by: int, answered: bool
+) -> None:
+    """Also while the answers of another part are still to come."""
+    run = new_run(parts=3, rows=60)
+    extract(run, (0, 1, 2))
+    sizes = sizes_of(run)
+    shutil.rmtree(Layout.of(run).cache)
+    if not answered:
+        Layout.of(run).tokens(0).unlink()
+    free(monkeypatch, sum(sizes) * 3 // 4)
+    with pytest.raises(Failure, match="too little disk for the cache"):
+        extract(run, (begun_by,))
+    assert not shards(run, begun_by)
+    free(monkeypatch, sum(sizes) * 5 // 4)
+    extract(run, (begun_by,))
+    free(monkeypatch, (sum(sizes) - sizes[begun_by]) * 5 // 4)  # what is stored is needed no more
+    extract(run, (1,))
+
+
+def test_what_an_interrupted_part_has_stored_is_not_asked_for_again(
+    new_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run(parts=2, rows=60)
+    extract(run, (0, 1))
+    sizes = sizes_of(run)
+    layout = Layout.of(run)
+    layout.cache_part(1).unlink()
+    (layout.cache / "part-0001" / "state.json").write_text('{"status": "running"}')
+    shutil.rmtree(layout.cache / "part-0000")
+    layout.cache_part(0).unlink()
+    free(monkeypatch, sizes[0] * 5 // 4)
+    extract(run, (0,))
+
+
+def test_nobody_knows_what_a_compressor_saves_before_a_part_is_there(
+    new_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run(parts=3, rows=60, compressor="zstd")
+    extract(run, (0, 1, 2))
+    sizes = sizes_of(run)
+    shutil.rmtree(Layout.of(run).cache)
+    free(monkeypatch, sizes[0] * 3 // 2)
+    extract(run, (0,))
+    free(monkeypatch, sizes[1] * 3 // 2)
+    with pytest.raises(Failure, match="too little disk for the cache"):
+        extract(run, (1,))
 
 
 def test_rows_that_training_cannot_hold_are_refused_before_the_target_runs(new_run: Callable[..., Run]) -> None:

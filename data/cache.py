@@ -11,7 +11,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -21,9 +20,9 @@ from data.errors import BadInput
 from data.layout import Layout, part_name
 from data.manifest import fingerprint, read_manifest, require_equal, understood
 from data.part import AGAIN, COMMON, load_codec, read_rows
+from data.provenance import refuse, stale_part
 from data.reader import ShardReader, remake
 from data.settings import Run
-from data.shaping import cache_settings
 from data.store import Bucket, Folder, open_store
 
 OPEN_SHARDS = 4096
@@ -110,13 +109,14 @@ class Cache:
     def open(cls, run: Run, mapped: bool = True) -> Self:
         """The cache that `run` trains on; `mapped=False` reads local shards through Zarr too.
 
-        Raises BadInput when a part is missing, parts differ, or the cache was made with other settings, naming them.
+        Raises BadInput when a part is missing, parts differ, or the cache was made with other settings or from other
+        tokens than are there, naming them.
         """
         layout = Layout.of_cache(run)
         manifests = [read_manifest(layout.cache_part(part), "cache") for part in range(run.extract.parts)]
         with understood(layout.cache, AGAIN):
             for part, manifest in enumerate(manifests):
-                check_settings(layout.cache_part(part), manifest, run)
+                refuse(stale_part(run, part, manifest))
                 first = {field: manifests[0][field] for field in COMMON}
                 both = f"parts must agree: remove this manifest and {layout.cache_part(0).name}, and {AGAIN}"
                 require_equal(layout.cache_part(part), manifest, {"codec": first.pop("codec")}, AGAIN)
@@ -204,14 +204,6 @@ class Cache:
         specs = {name: (spec, shard.counts["states"]) for name, spec in self.codec.arrays().items()}
         specs |= {name: (spec, shard.counts["teacher"]) for name, spec in self.teacher_specs.items()}
         return ShardReader(self.store, shard.relative, shard.files, specs, self.manifest["compressor"], self._mapped)
-
-
-def check_settings(path: Path, manifest: Mapping[str, Any], run: Run) -> None:
-    """Raises BadInput when the part at `path` was made with other settings than `run` has, naming the first."""
-    wanted = cache_settings(run)
-    if wanted["extract.layers"] == list(manifest["layer_ids"]):
-        wanted["extract.layers"] = manifest["settings"]["extract.layers"]
-    require_equal(path, manifest["settings"], wanted, f"{AGAIN}, or change the setting back")
 
 
 def _shards(part: int, manifest: Mapping[str, Any]) -> list[_Shard]:

@@ -395,6 +395,8 @@ class Trainer:
             "target": self.cache.manifest["target"],
             "template": self.cache.manifest["template"],
             "codec": self.cache.manifest["codec"],
+            "cache": {"run": self.cache.layout.folder.name}
+            | {name: self.cache.manifest[name] for name in ("settings", "layer_ids")},
             "steps": self.plan.total_steps,
             "rows": {"train": len(self.plan.rows), "validation": len(self.held_out)},
             "best": {"step": best.step, "validation": best.meta["validation"]},

@@ -14,7 +14,6 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -22,9 +21,10 @@ import click
 from data.errors import BadInput, Failure
 from data.layout import Layout, part_name
 from data.lock import locked
-from data.manifest import State, file_record, fingerprint, publish, read_manifest, require_equal
+from data.manifest import State, file_record, fingerprint, publish, read_manifest
+from data.provenance import refuse, stale_tokens
 from data.settings import Run, load_run
-from data.shaping import cache_settings, shaping
+from data.shaping import cache_settings
 
 if TYPE_CHECKING:
     from data.codec import Codec
@@ -106,7 +106,7 @@ class Part:
         self.state = State(self.folder / "state.json")
         self.table = self.layout.tokens(part).with_suffix(".parquet")
         self.tokens = read_manifest(self.layout.tokens(part), "tokens")
-        check_tokens(run, self.layout.tokens(part), self.tokens)
+        refuse(stale_tokens(run, part, self.tokens))
 
     def make(self) -> None:
         from data.part import publish_part
@@ -382,24 +382,6 @@ class Part:
         for record in self.folder.glob("shard-*.json"):
             if record.with_suffix(".zarr").name not in keep:
                 record.unlink()
-
-
-def check_tokens(run: Run, path: Path, manifest: Mapping[str, Any]) -> None:
-    """Raises BadInput when the tokens were made with other settings than the run has now, naming the first."""
-    stage = "prepare" if run.data.responses == "keep" else "regenerate"
-    made = manifest.get("settings")
-    if made is not None:
-        require_equal(
-            path, flat(made), flat(json.loads(shaping(run, stage))), f"run `draftmill {stage}` again, or change it back"
-        )
-
-
-def flat(body: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Nested settings as `{"data.max_length": 3072, ...}`."""
-    found: dict[str, Any] = {}
-    for name, value in body.items():
-        found |= flat(value, f"{before}{name}.") if isinstance(value, Mapping) else {before + name: value}
-    return found
 
 
 def publish_head(layout: Layout, identity: Mapping[str, Any], load: Callable[[], Target]) -> None:

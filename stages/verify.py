@@ -15,6 +15,7 @@ import click
 from data.errors import BadInput, Failure
 from data.layout import Layout, part_name
 from data.manifest import read_manifest
+from data.provenance import refuse, stale_part
 from data.settings import Run, load_run
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class Verification:
         self.layout = Layout.of_cache(run)
         self._target: Any = None
         self._rotten: list[Path] = []
+        self._older: set[str] = set()
 
     def head(self, part: int) -> Iterator[str]:
         """What is wrong with head.safetensors, which must be that of the part's target."""
@@ -75,14 +77,20 @@ class Verification:
             yield line
 
     def part(self, part: int) -> Iterator[str]:
-        """What is wrong with a part: its settings, codec, files, shapes, values, and sampled rows. Stops at the first
-        kind."""
-        from data.cache import check_settings
+        """What is wrong with a part: inputs, codec, files, shapes, values, and sampled rows. Stops at the first kind.
+
+        Raises BadInput when it was made with other settings.
+        """
         from data.part import codec_path, damage, load_codec
 
         path = self.layout.cache_part(part)
         manifest = read_manifest(path, "cache")
-        check_settings(path, manifest, self.run)
+        if stale := stale_part(self.run, part, manifest):
+            if stale.setting:
+                refuse(stale)
+            self._older.add(stale.stage)
+            yield f"{stale.path}: {stale.what}"
+            return
         try:
             load_codec(self.layout, manifest["codec"])
         except BadInput:
@@ -105,10 +113,13 @@ class Verification:
         """
         from data.part import AGAIN
 
+        again = AGAIN
+        if "regenerate" in self._older:
+            again = f"run `draftmill regenerate` again, then {AGAIN}"
         if not self._rotten:
-            return AGAIN
+            return again
         more = f" and the manifests of {len(self._rotten) - SHOWN} more parts" if len(self._rotten) > SHOWN else ""
-        return f"remove {' '.join(map(str, self._rotten[:SHOWN]))}{more} and {AGAIN}"
+        return f"remove {' '.join(map(str, self._rotten[:SHOWN]))}{more} and {again}"
 
     def _content(self, part: int, manifest: dict[str, Any]) -> Iterator[str]:
         from pipeline.audit import PartAudit

@@ -19,6 +19,7 @@ from data.errors import BadInput, Failure
 from data.layout import Layout
 from data.manifest import publish
 from data.settings import Run
+from data.shaping import shaping
 from pipeline.card import FLOAT8, serving_lines, write_card
 from pipeline.checkpoint import CheckpointWriter
 from pipeline.drafter import Drafter, DrafterConfig, initialise
@@ -71,7 +72,7 @@ def trained(make_run: Callable[..., Run], tiny_root: Path, tiny_target: Target, 
     body = {
         "fingerprint": "f" * 32,
         "inputs": {"cache": "c" * 32},
-        "settings": {"train": {"learning_rate": 6e-4, "epochs": 6, "loss": {"kind": "cross_entropy"}}},
+        "settings": json.loads(shaping(run, "train", "base")),
         "config": config.record(),
         "mask_token": {"id": config.mask_token_id, "reason": "a spare row"},
         "head": {"embedding_scale": 1.0, "logit_multiplier": 1.0, "softcap": None},
@@ -134,6 +135,28 @@ def test_evaluations_of_the_drafter_stand_in_the_card(trained: Trained) -> None:
     publish(folder / "manifest.json", "eval", {"files": [{"path": "gsm8k.json"}]})
     call(export.command, path)
     assert "| gsm8k | 8 | 3.25 (3.00-3.50) |" in (Layout.of(run).export("base") / "README.md").read_text()
+
+
+def test_numbers_of_an_earlier_training_stay_out_of_the_card(trained: Trained) -> None:
+    path, run = trained
+    body = {"inputs": {"drafter": "another"}, "files": [{"path": "gsm8k.json"}]}
+    publish(Layout.of(run).eval_manifest("base"), "eval", body)
+    done = call(export.command, path)
+    assert done.exception is None
+    assert "no evaluation in the card: " in done.output
+    assert "eval" not in json.loads(Layout.of(run).export_manifest("base").read_text())["inputs"]
+
+
+def test_a_drafter_trained_with_other_settings_is_refused(trained: Trained) -> None:
+    path, run = trained
+    body = yaml.safe_load(path.read_text())
+    path.write_text(yaml.safe_dump({**body, "train": {"learning_rate": 1.0}}))
+    refused = call(export.command, path).exception
+    assert isinstance(refused, BadInput)
+    assert str(refused).endswith(
+        "made with train.learning_rate = 0.0006, this run wants 1.0: run `draftmill train` again, or change it back"
+    )
+    assert not Layout.of(run).export("base").exists()
 
 
 def test_a_drafter_that_was_not_trained_gets_one_clear_line(trained: Trained, make_run: Any, tmp_path: Path) -> None:

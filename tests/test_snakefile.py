@@ -171,6 +171,14 @@ def test_a_cache_that_is_not_kept_is_dropped_after_training_and_not_made_again(f
     assert flow("--dry-run").planned == {}
 
 
+def test_a_cache_that_was_cleaned_is_made_again_only_for_a_drafter_that_needs_it(finished: Flow) -> None:
+    """What `draftmill status` says too."""
+    shutil.rmtree(finished.run_folder / "cache")
+    assert finished("--dry-run").planned == {}
+    finished.set("train.learning_rate", 1e-3)
+    assert finished("--dry-run").planned == {"extract": 2, **LATER}
+
+
 def test_verify_is_a_target_of_its_own(finished: Flow) -> None:
     assert finished("--dry-run", "verify").planned == {"verify": 1}
 

@@ -26,6 +26,7 @@ from pipeline.target import load_target
 from pipeline.trainer import Trainer
 from pipeline.training import train_drafter
 from pipeline.validation import Walker
+from stages.cli import exit_code
 from stages.extract import command as extract
 from stages.prepare import command as prepare
 
@@ -351,6 +352,31 @@ def test_teacher_losses_train(tmp_path: Path) -> None:
             losses[f"{extra} {kind}"] = [line["loss"] for line in lines if "loss" in line]
     for name, series in losses.items():
         assert series[-1] < 0.5 * series[0], name
+
+
+def test_rows_prepared_again_make_the_cache_and_its_drafter_stale(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [token_row(i, list(range(20 * i, 20 * i + 26))) for i in range(4)]
+    path = write_run(tmp_path, "moved", "tiny-successor:1", rows, train={"epochs": 1})
+    run = cached(path)
+    train(run)
+    (tmp_path / "moved.jsonl").write_text(json.dumps(token_row(9, list(range(100, 140)))) + "\n")
+    prepare.callback(run_file=str(path), show=None)
+    with pytest.raises(
+        BadInput, match=r"part-0000\.json: made with inputs\.tokens = .*: run `draftmill extract` again"
+    ):
+        train(run)
+    assert exit_code(["verify", str(path), "--fast"]) == 1
+    assert "made with inputs.tokens" in (said := capsys.readouterr().err)
+    assert said.endswith("run `draftmill extract` again\n")
+    extract.callback(run_file=str(path), part=None, force=False)
+    assert exit_code(["verify", str(path), "--fast"]) == 0
+    assert exit_code(["export", str(path)]) == 2
+    assert "train.json: made with inputs.cache = " in capsys.readouterr().err
+    train(run)
+    assert exit_code(["export", str(path)]) == 0
+    assert read_manifest(Layout.of(run).train_manifest("base"), "drafter")["cache"]["run"] == "moved"
 
 
 def test_nothing_of_a_run_is_left_half_written(successor: Run) -> None:

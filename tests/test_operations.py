@@ -14,7 +14,7 @@ import yaml
 
 from data.layout import Layout
 from data.manifest import publish
-from data.settings import load_run
+from data.settings import Run, load_run
 from pipeline import devices, preflight
 from pipeline.job import job
 from pipeline.targets_tiny import make_tiny
@@ -230,6 +230,32 @@ def test_clean_leaves_a_cache_alone_that_another_run_trains_from(
             assert cli.exit_code(["clean", run_file, what, "--yes"]) == 2
         assert "train base of run other is at work" in capsys.readouterr().err
     assert Layout.of(run).cache_part(0).exists()
+
+
+@pytest.mark.parametrize("what", ["--cache", "--all"])
+def test_clean_says_which_other_runs_read_the_cache_before_it_asks(
+    run_file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    def other(name: str, **sections: Any) -> Run:
+        Path(f"{name}.yaml").write_text(yaml.safe_dump(run_body(name=name, **sections)))
+        return load_run(f"{name}.yaml")
+
+    run = load_run(run_file)
+    finish(run)
+    with job(other("begun", cache={"from": run.name}), "train", "base"):
+        pass
+    trained, alone = other("trained", cache={"from": run.name}), other("alone")
+    make(trained, Layout.of(trained).train_manifest("base"), cache={"run": run.name})
+    make(alone, Layout.of(alone).train_manifest("base"), cache={"run": "alone"})
+    torn = Layout.of(alone).train_manifest("wide")
+    torn.parent.mkdir()
+    torn.write_text("{")
+    asked: list[str] = []
+    monkeypatch.setattr("click.confirm", lambda text: asked.append(capsys.readouterr().err))
+    assert cli.exit_code(["clean", run_file, what]) == 0
+    assert "other runs read this cache (cache.from) and cannot train without it: begun, trained\n" in asked[0]
+    assert cli.exit_code(["clean", "alone.yaml", "--all"]) == 0
+    assert "other runs" not in asked[1]
 
 
 def test_clean_wants_to_know_what(run_file: str) -> None:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -20,12 +19,11 @@ from data.codec import ArraySpec, Codec
 from data.errors import BadInput
 from data.layout import Layout, part_name
 from data.manifest import fingerprint, read_manifest, require_equal, understood
-from data.part import COMMON, cache_settings, load_codec, read_rows
-from data.reader import ShardReader
+from data.part import AGAIN, COMMON, load_codec, read_rows
+from data.provenance import refuse, stale_part
+from data.reader import ShardReader, remake
 from data.settings import Run
 from data.store import Bucket, Folder, open_store
-
-AGAIN = "run `draftmill extract` again"
 
 OPEN_SHARDS = 4096
 """Shards kept open at once; each takes a handful of memory maps, of which Linux allows 65,530 a process."""
@@ -38,7 +36,7 @@ class RowTable:
     """Rows of all parts; every array is [rows].
 
     `shard` numbers shards across parts; `*_start` are offsets inside the shard; `teacher` counts teacher entries,
-    `eligible` anchors that a block may start from.
+    `eligible` anchors that a block may start from; `*_crc32c` are checksums of what was stored for the row.
     """
 
     row_hash: np.ndarray
@@ -47,6 +45,8 @@ class RowTable:
     teacher: np.ndarray
     eligible: np.ndarray
     validation: np.ndarray
+    state_crc32c: np.ndarray
+    teacher_crc32c: np.ndarray
     shard: np.ndarray
     token_start: np.ndarray
     state_start: np.ndarray
@@ -56,7 +56,16 @@ class RowTable:
         return len(self.row_hash)
 
 
-_COLUMNS = ("row_hash", "length", "states", "teacher", "eligible", "validation")
+_COLUMNS = (
+    "row_hash",
+    "length",
+    "states",
+    "teacher",
+    "eligible",
+    "validation",
+    "state_crc32c",
+    "teacher_crc32c",
+)
 
 
 @dataclass(frozen=True)
@@ -67,7 +76,12 @@ class _Shard:
 
 
 class Cache:
-    """A finished cache, open for reading from any thread."""
+    """A finished cache, open for reading from any thread.
+
+    What is read is what was stored: token ids and masks are checked when a shard is opened, states and teacher entries
+    row by row, against the crc32c taken before they were written. So a zeroed page, a hole or a flipped bit ends the
+    reading, whatever the codec. `verify` finds all damage beforehand, also of what nothing reads, and asks the target.
+    """
 
     def __init__(self, layout: Layout, manifests: Sequence[Mapping[str, Any]], mapped: bool = True) -> None:
         self.layout = layout
@@ -95,15 +109,18 @@ class Cache:
     def open(cls, run: Run, mapped: bool = True) -> Self:
         """The cache that `run` trains on; `mapped=False` reads local shards through Zarr too.
 
-        Raises BadInput when a part is missing, parts differ, or the cache was made with other settings, naming them.
+        Raises BadInput when a part is missing, parts differ, or the cache was made with other settings or from other
+        tokens than are there, naming them.
         """
-        layout = cache_layout(run)
+        layout = Layout.of_cache(run)
         manifests = [read_manifest(layout.cache_part(part), "cache") for part in range(run.extract.parts)]
         with understood(layout.cache, AGAIN):
             for part, manifest in enumerate(manifests):
-                check_settings(layout.cache_part(part), manifest, run)
+                refuse(stale_part(run, part, manifest))
                 first = {field: manifests[0][field] for field in COMMON}
-                require_equal(layout.cache_part(part), manifest, first, f"parts must agree; {AGAIN}")
+                both = f"parts must agree: remove this manifest and {layout.cache_part(0).name}, and {AGAIN}"
+                require_equal(layout.cache_part(part), manifest, {"codec": first.pop("codec")}, AGAIN)
+                require_equal(layout.cache_part(part), manifest, first, both)
             return cls(layout, manifests, mapped)
 
     def __len__(self) -> int:
@@ -131,22 +148,38 @@ class Cache:
         return shard.arrays["token_ids"][part], shard.arrays["supervised"][part].view(np.bool_)
 
     def read_states(self, row: int, out: Mapping[str, np.ndarray], at: int) -> int:
-        """Copy the row's encoded states into `out[name][at : at + n]` and return n, the states stored for it."""
-        return self._read(row, out, at, int(self.rows.state_start[row]), int(self.rows.states[row]))
+        """Copy the row's encoded states into `out[name][at : at + n]` and return n, the states stored for it.
+
+        Raises BadInput, naming shard and row, when they are not those that were stored.
+        """
+        rows = self.rows
+        begin, count = int(rows.state_start[row]), int(rows.states[row])
+        return self._read(row, self.codec.arrays(), out, at, begin, count, int(rows.state_crc32c[row]))
 
     def read_teacher(self, row: int, out: Mapping[str, np.ndarray], at: int) -> int:
         """Copy the row's teacher entries into `out[name][at : at + n]` and return n.
 
         Entry i belongs to the i-th position t with supervised[t + 1]: it teaches token t + 1.
-        """
-        return self._read(row, out, at, int(self.rows.teacher_start[row]), int(self.rows.teacher[row]))
 
-    def _read(self, row: int, out: Mapping[str, np.ndarray], at: int, start: int, count: int) -> int:
+        Raises BadInput, naming shard and row, when they are not those that were stored.
+        """
+        rows = self.rows
+        begin, count = int(rows.teacher_start[row]), int(rows.teacher[row])
+        return self._read(row, self.teacher_specs, out, at, begin, count, int(rows.teacher_crc32c[row]))
+
+    def _read(
+        self, row: int, names: Iterable[str], out: Mapping[str, np.ndarray], at: int, start: int, count: int, crc: int
+    ) -> int:
         if count:
-            shard = self._shard(row)
-            with understood(self.shards[self.rows.shard[row]].relative, AGAIN):
-                for name, target in out.items():
-                    shard.copy(name, start, start + count, target[at : at + count])
+            shard, relative, found = self._shard(row), self.shards[self.rows.shard[row]].relative, 0
+            with understood(f"{self.store}/{relative}", remake(relative)):
+                for name in names:
+                    found = shard.copy(name, start, start + count, out[name][at : at + count], found)
+            if found != crc:
+                row_id = self.row_id(row)
+                raise BadInput(
+                    f"{self.store}/{relative}: row {row_id}: not the bytes that were written: {remake(relative)}"
+                )
         return count
 
     def _shard(self, row: int) -> ShardReader:
@@ -164,26 +197,13 @@ class Cache:
 
     def _open_shard(self, number: int) -> ShardReader:
         shard = self.shards[number]
-        with understood(f"{self.layout.cache}/{shard.relative}", AGAIN):
+        with understood(f"{self.store}/{shard.relative}", remake(shard.relative)):
             return self._reader(shard)
 
     def _reader(self, shard: _Shard) -> ShardReader:
         specs = {name: (spec, shard.counts["states"]) for name, spec in self.codec.arrays().items()}
         specs |= {name: (spec, shard.counts["teacher"]) for name, spec in self.teacher_specs.items()}
         return ShardReader(self.store, shard.relative, shard.files, specs, self.manifest["compressor"], self._mapped)
-
-
-def cache_layout(run: Run) -> Layout:
-    """Layout of the run whose cache `run` reads: its own, or `cache.from`."""
-    return Layout.of_cache(run)
-
-
-def check_settings(path: Path, manifest: Mapping[str, Any], run: Run) -> None:
-    """Raises BadInput when the part at `path` was made with other settings than `run` has, naming the first."""
-    wanted = cache_settings(run)
-    if wanted["extract.layers"] == list(manifest["layer_ids"]):
-        wanted["extract.layers"] = manifest["settings"]["extract.layers"]
-    require_equal(path, manifest["settings"], wanted, "run `draftmill extract` again, or change the setting back")
 
 
 def _shards(part: int, manifest: Mapping[str, Any]) -> list[_Shard]:
@@ -197,9 +217,7 @@ def _row_table(
     columns = {name: table[name].to_numpy() for name in _COLUMNS}
     rows = np.array([shard.counts["rows"] for shard in shards], np.int64)
     if rows.sum() != len(table):
-        raise BadInput(
-            f"{layout.cache}: tables list {len(table)} rows, shards {rows.sum()}: run `draftmill extract` again"
-        )
+        raise BadInput(f"{layout.cache}: tables list {len(table)} rows, shards {rows.sum()}: {AGAIN}")
     first = (np.cumsum(rows) - rows).repeat(rows)
     starts = {
         f"{name}_start": _starts(columns[column], first)

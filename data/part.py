@@ -1,13 +1,11 @@
-"""A part of the cache on disk: the settings that shape it, its manifest, its rows, and the codec that parts share."""
+"""A part of the cache on disk: its manifest, its rows, and the codec that parts share."""
 
 from __future__ import annotations
 
-import fcntl
 import io
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +17,15 @@ import safetensors.torch
 from data.codec import ArraySpec, Codec, codec_from_record
 from data.errors import BadInput
 from data.layout import Layout, part_name
-from data.manifest import crc32c, file_record, fingerprint, publish, read_manifest, write_bytes
-from data.settings import FORMAT, Run
+from data.lock import locked
+from data.manifest import crc32c, file_record, fingerprint, publish, read_manifest, understood, write_bytes
+from data.settings import Run
+from data.shaping import cache_settings
 from data.shard import record_path
 from data.store import Bucket, Folder, open_store
 from data.tokens import row_hash
 
-NOT_SHAPING = {
-    "target": {"gpus", "trust_remote_code"},
-    "data": {"max_dropped", "regenerate"},
-    "extract": {"keep", "compile"},
-}
-"""Settings that leave the cache's content as it is, or are compared on their own."""
+AGAIN = "run `draftmill extract` again"
 
 COMMON = (
     "settings",
@@ -46,21 +41,6 @@ COMMON = (
     "teacher",
 )
 """Fields of a part's manifest in which all parts of a cache agree."""
-
-
-def cache_settings(run: Run) -> dict[str, Any]:
-    """Every setting that shapes the cache, as `{"extract.codec": "fp8", ...}`.
-
-    Recorded by extract and compared by consumers, so that a refusal names the very setting that differs.
-    """
-    flat: dict[str, Any] = {"format": FORMAT}
-    for section, left_out in NOT_SHAPING.items():
-        body = getattr(run, section).model_dump(mode="json", by_alias=True, exclude=left_out)
-        flat |= {f"{section}.{name}": value for name, value in body.items()}
-    if run.data.responses == "regenerate":
-        answers = run.data.regenerate.model_dump(mode="json", by_alias=True, exclude={"batch_size", "server"})
-        flat |= {f"data.regenerate.{name}": value for name, value in answers.items()}
-    return flat
 
 
 def part_body(
@@ -159,6 +139,8 @@ def _table_bytes(rows: Sequence[Mapping[str, list[Any]]]) -> bytes:
             "teacher": pa.array(column("teacher"), pa.int32()),
             "eligible": pa.array(column("eligible"), pa.int32()),
             "validation": pa.array(column("validation"), pa.bool_()),
+            "state_crc32c": pa.array(column("state_crc32c"), pa.uint32()),
+            "teacher_crc32c": pa.array(column("teacher_crc32c"), pa.uint32()),
         }
     )
     sink = io.BytesIO()
@@ -175,7 +157,7 @@ def read_rows(layout: Layout, manifests: Sequence[Mapping[str, Any]]) -> pa.Tabl
     for part, manifest in enumerate(manifests):
         path = rows_path(layout, part)
         if not _table_whole(layout, part, manifest):
-            raise BadInput(f"{path} is missing or damaged: run `draftmill extract` again for part {part}")
+            raise BadInput(f"{path} is missing or damaged: {AGAIN} for part {part}")
         tables.append(pq.read_table(path))
     return pa.concat_tables(tables).combine_chunks()
 
@@ -213,18 +195,25 @@ def shared_codec(layout: Layout, identity: str, make: Callable[[], Codec]) -> Co
     Safe against parts that start at the same time. `identity` stands for what the codec's constants depend on.
     """
     path = codec_path(layout)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(path.with_name(".codec.lock")):
-        if path.exists():
-            with safetensors.safe_open(path, "pt") as file:
-                about = json.loads(file.metadata()["about"])
-            if about["identity"] == identity:
-                return load_codec(layout, about["record"])
+    with locked(path.with_name(".codec.lock")):
+        if (stored := _stored_codec(layout, identity)) is not None:
+            return stored
         codec = make().to("cpu")
         # One key, since safetensors writes several in an order of chance.
         about = {"about": json.dumps({"identity": identity, "record": codec.record()}, sort_keys=True)}
         write_bytes(path, safetensors.torch.save({k: v.contiguous() for k, v in codec.tables.items()}, about))
         return codec
+
+
+def _stored_codec(layout: Layout, identity: str) -> Codec | None:
+    """None when there is none, or it is damaged or for another identity: it is made again then."""
+    path = codec_path(layout)
+    try:
+        with understood(path, AGAIN), safetensors.safe_open(path, "pt") as file:
+            about = json.loads(file.metadata()["about"])
+            return load_codec(layout, about["record"]) if about["identity"] == identity else None
+    except (BadInput, OSError, safetensors.SafetensorError):
+        return None
 
 
 def load_codec(layout: Layout, record: Mapping[str, Any]) -> Codec:
@@ -236,11 +225,4 @@ def load_codec(layout: Layout, record: Mapping[str, Any]) -> Codec:
     try:
         return codec_from_record(record, safetensors.torch.load_file(path))
     except (OSError, ValueError, safetensors.SafetensorError) as error:
-        raise BadInput(f"{path}: not the constants that the cache was made with ({error}); extract again") from None
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        raise BadInput(f"{path}: not the constants that the cache was made with ({error}): {AGAIN}") from None

@@ -22,6 +22,14 @@ from data.store import Bucket, Folder
 SMALL = {"token_ids": np.dtype("int32"), "supervised": np.dtype("uint8")}
 """Arrays that are one plain chunk each, whatever the compressor."""
 
+PIECE = 256 << 10
+"""Bytes that are copied, and then checked, at once."""
+
+
+def remake(relative: str) -> str:
+    """What mends a shard whose files have their sizes and other bytes: extract compares sizes, and reads none again."""
+    return f"remove the manifest {relative.partition('/')[0]}.json of its part and run `draftmill extract` again"
+
 
 def check_sizes(store: Folder | Bucket, relative: str, files: list[dict[str, Any]]) -> None:
     """Raises BadInput when a file that a manifest lists under `relative` is missing or has another size."""
@@ -37,7 +45,7 @@ class ShardReader:
     """One shard, open for reading from any thread.
 
     `specs` are the sharded arrays by name with their number of entries. Opening checks that every file is there in
-    full, and the chunk index of every array that is mapped.
+    full, the chunk index of every array that is mapped, and every byte of the `SMALL` arrays.
     """
 
     def __init__(
@@ -58,21 +66,35 @@ class ShardReader:
                 self.arrays[name] = np.zeros((0, *spec.shape), spec.dtype)
             elif mapped and folder:
                 path = folder / name / "/".join(["c", "0", *("0" for _ in spec.shape)])
-                self.arrays[name] = (_map_sharded if compressor == "none" else Chunks)(path, spec, count)
+                kind = _map_sharded if compressor == "none" else Chunks
+                self.arrays[name] = kind(path, spec, count, remake(relative))
             else:
                 self.arrays[name] = group[name]
+        wanted = {file["path"]: file["crc32c"] for file in files}
         for name, dtype in SMALL.items():
-            self.arrays[name] = _map(folder / name / "c" / "0", dtype) if folder else np.asarray(group[name][:])
+            array = _map(folder / name / "c" / "0", dtype) if folder else np.asarray(group[name][:])
+            if len(array) and google_crc32c.value(array) != wanted[f"{name}/c/0"]:
+                raise BadInput(f"{store}/{relative}/{name}/c/0: not the bytes that were written: {remake(relative)}")
+            self.arrays[name] = array
 
-    def copy(self, name: str, start: int, stop: int, out: np.ndarray) -> None:
-        """Entries start..stop of an array into `out` [stop - start, ...], without an array in between."""
+    def copy(self, name: str, start: int, stop: int, out: np.ndarray, crc: int = 0) -> int:
+        """Entries start..stop of an array into contiguous `out` [stop - start, ...], without an array in between.
+
+        Gives back the crc32c of what came before, `crc`, and of these entries. Both are done piece by piece, which
+        finds a piece in the processor's cache, and holds Python's lock for microseconds.
+        """
         array = self.arrays[name]
-        if isinstance(array, np.ndarray):
-            np.copyto(out, array[start:stop], casting="no")
-        elif isinstance(array, Chunks):
+        if isinstance(array, Chunks):
             array.copy(start, stop, out)
-        else:
+        elif not isinstance(array, np.ndarray):
             array.get_basic_selection((slice(start, stop),), out=_BUFFER.from_numpy_array(out))
+        step = max(1, PIECE // max(1, out[:1].nbytes))
+        for begin in range(0, stop - start, step):
+            piece = out[begin : begin + step]
+            if isinstance(array, np.ndarray):
+                np.copyto(piece, array[start + begin : start + begin + len(piece)], casting="no")
+            crc = google_crc32c.extend(crc, piece)
+        return crc
 
 
 class Chunks:
@@ -81,13 +103,13 @@ class Chunks:
     Raises BadInput when the chunk index is damaged, on reading when a chunk is.
     """
 
-    def __init__(self, path: Path, spec: ArraySpec, count: int) -> None:
-        self.path, self.spec, self.chunk = path, spec, max(1, min(CHUNK, count))
+    def __init__(self, path: Path, spec: ArraySpec, count: int, remedy: str) -> None:
+        self.path, self.spec, self.chunk, self.remedy = path, spec, max(1, min(CHUNK, count)), remedy
         self.body = _map(path, np.dtype("uint8"))
         size = 16 * -(-count // self.chunk)
         index = self.body[-size - 4 :].tobytes()
         if len(index) != size + 4 or google_crc32c.value(index[:size]) != int.from_bytes(index[size:], "little"):
-            raise BadInput(f"{path}: its chunk index is damaged: run `draftmill extract` again")
+            raise BadInput(f"{path}: its chunk index is damaged: {remedy}")
         self.places = np.frombuffer(index[:size], "<u8").reshape(-1, 2).tolist()
 
     def copy(self, start: int, stop: int, out: np.ndarray) -> None:
@@ -110,7 +132,7 @@ class Chunks:
         try:
             Blosc().decode(self.body[offset : offset + size], out)
         except (RuntimeError, ValueError) as error:
-            raise BadInput(f"{self.path}: chunk {number} is damaged ({error}): run `draftmill extract` again") from None
+            raise BadInput(f"{self.path}: chunk {number} is damaged ({error}): {self.remedy}") from None
 
 
 _BUFFER = default_buffer_prototype().nd_buffer
@@ -140,12 +162,12 @@ def _map(path: Path, dtype: np.dtype) -> np.ndarray:
         return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype)
 
 
-def _map_sharded(path: Path, spec: ArraySpec, count: int) -> np.ndarray:
+def _map_sharded(path: Path, spec: ArraySpec, count: int, remedy: str) -> np.ndarray:
     """An uncompressed Zarr shard as the array [count, *spec.shape] that it is, once its index says so."""
     body = _map(path, np.dtype("uint8"))
     if not 0 < count * spec.nbytes <= len(body):
-        raise BadInput(f"{path}: {len(body)} bytes cannot hold {count} entries: run `draftmill extract` again")
+        raise BadInput(f"{path}: {len(body)} bytes cannot hold {count} entries: {remedy}")
     index = np.frombuffer(chunk_index(count, max(1, min(CHUNK, count)), spec.nbytes), np.uint8)
     if not np.array_equal(body[-len(index) :], index):
-        raise BadInput(f"{path}: its chunk index is not that of a plain array: run `draftmill extract` again")
+        raise BadInput(f"{path}: its chunk index is not that of a plain array: {remedy}")
     return body[: count * spec.nbytes].view(spec.dtype).reshape(count, *spec.shape)

@@ -13,11 +13,26 @@ from data.settings import FORMAT, Run
 
 Settings = dict[str, Any]
 
+CACHE_FORMAT = 2
+"""Version of the cache alone, so that a change makes nothing before it again. 2: every row has a crc32c."""
+
 
 def shaping(run: Run, stage: str, drafter: str | None = None) -> str:
     """The settings that shape what `stage` makes, as sorted JSON; `drafter` for train and eval."""
     settings = _STAGES[stage](run, drafter)
     return json.dumps({"format": FORMAT, **settings}, sort_keys=True)
+
+
+def cache_settings(run: Run) -> Settings:
+    """The settings that shape the cache, as `{"extract.codec": "fp8", ...}`, so that a refusal names the very one.
+
+    Extract records them, consumers compare them, and Snakemake runs extract again by them.
+    """
+    sections = {"target": _target(run), "data": _data(run), "extract": _dump(run.extract, "keep", "compile")}
+    if (answers := _answers(run)) is not None:
+        sections["data.regenerate"] = answers
+    flat = {f"{section}.{name}": value for section, body in sections.items() for name, value in body.items()}
+    return {"format": FORMAT, "extract.format": CACHE_FORMAT, **flat}
 
 
 def source_files(run: Run) -> list[str]:
@@ -35,34 +50,34 @@ def _dump(section: Any, *left_out: str) -> Settings:
     return section.model_dump(mode="json", by_alias=True, exclude=set(left_out))
 
 
-def _target(run: Run) -> Settings:
-    return _dump(run.target, "gpus", "trust_remote_code")
+def _target(run: Run, *left_out: str) -> Settings:
+    return _dump(run.target, "gpus", "trust_remote_code", *left_out)
 
 
-def _data(run: Run, *left_out: str) -> Settings:
-    data = _dump(run.data, "max_dropped", *left_out)
-    if "regenerate" in data:
-        data["regenerate"] = None if run.data.responses == "keep" else _answers(data["regenerate"])
-    return data
+def _data(run: Run) -> Settings:
+    return _dump(run.data, "max_dropped", "regenerate")
 
 
-def _answers(regenerate: Settings) -> Settings:
-    """How the target answers, and who does, without how many requests are under way."""
-    server = regenerate["server"] and {name: regenerate["server"][name] for name in ("url", "model")}
-    return {name: value for name, value in regenerate.items() if name != "batch_size"} | {"server": server}
+def _answers(run: Run) -> Settings | None:
+    """How the target answers, and who does, without how many requests are under way; None: answers are kept."""
+    if run.data.responses == "keep":
+        return None
+    server = run.data.regenerate.server
+    who = None if server is None else {"url": server.url, "model": server.model}
+    return _dump(run.data.regenerate, "batch_size", "server") | {"server": who}
 
 
 def _prepare(run: Run, drafter: str | None) -> Settings:
-    target = _dump(run.target, "gpus", "trust_remote_code", "dtype")
-    return {"target": target, "data": _data(run, "regenerate"), "parts": run.extract.parts}
+    return {"target": _target(run, "dtype"), "data": _data(run), "parts": run.extract.parts}
 
 
 def _regenerate(run: Run, drafter: str | None) -> Settings:
-    return {"target": _target(run), "data": _data(run), "parts": run.extract.parts}
+    data = _data(run) | {"regenerate": _answers(run)}
+    return {"target": _target(run), "data": data, "parts": run.extract.parts}
 
 
 def _extract(run: Run, drafter: str | None) -> Settings:
-    return {"target": _target(run), "data": _data(run), "extract": _dump(run.extract, "keep", "compile")}
+    return cache_settings(run)
 
 
 def _train(run: Run, drafter: str | None) -> Settings:
@@ -77,7 +92,7 @@ def _eval(run: Run, drafter: str | None) -> Settings:
 
 
 def _export(run: Run, drafter: str | None) -> Settings:
-    return {"target": _dump(run.target, "gpus", "trust_remote_code", "dtype"), "checkpoints": "best"}
+    return {"target": _target(run, "dtype"), "checkpoints": "best"}
 
 
 def _report(run: Run, drafter: str | None) -> Settings:

@@ -1,7 +1,7 @@
 """Shards: one Zarr v3 group each, ragged rows stored flat, written once by one writer.
 
 A shard is built in a hidden folder beside its final place, fsynced and renamed; its record (`shard-00012.json`, with a
-crc32c a file) is published after that. A shard without a record of the right fingerprint does not exist.
+crc32c a file and a row) is published after that. A shard without a record of the right fingerprint does not exist.
 
 Arrays: the codec's (`hidden` [states, layers, width], ...) and the teacher's are Zarr-sharded into one file of chunks
 of 256 states; without a compressor that file is the plain array followed by its chunk index, so that rows are written
@@ -16,7 +16,7 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +61,14 @@ def compressors(name: str, itemsize: int) -> list[BloscCodec] | None:
 def offsets(lengths: Sequence[int]) -> np.ndarray:
     """int64 [rows + 1]."""
     return np.concatenate([[0], np.cumsum(np.asarray(lengths, dtype=np.int64))]).astype(np.int64)
+
+
+def row_crc32c(arrays: Iterable[np.ndarray]) -> int:
+    """Castagnoli checksum of a row's entries, array after array in the order of the codec (or of the teacher)."""
+    value = 0
+    for array in arrays:
+        value = google_crc32c.extend(value, np.ascontiguousarray(array))
+    return value
 
 
 def create_array(group: zarr.Group, name: str, count: int, spec: ArraySpec, compressor: str) -> zarr.Array:
@@ -166,6 +174,7 @@ class ShardWriter:
         self.state_specs, self.teacher_specs = codec.arrays(), dict(teacher or {})
         self.state_offsets = offsets([row.states for row in rows])
         self.teacher_offsets = offsets([row.teacher for row in rows])
+        self.state_crc32c, self.teacher_crc32c = [0] * len(rows), [0] * len(rows)
         path.parent.mkdir(parents=True, exist_ok=True)
         self.lock: int | None = _lock(path)
         self.arrays: dict[str, _Plain | _Packed] = {}
@@ -222,6 +231,8 @@ class ShardWriter:
                     have = f"{values.dtype}{list(values.shape)}"
                     raise ValueError(f"row {row}: `{name}` is {have}, expected {spec.dtype}{list(want)}")
                 sink.put(np.ascontiguousarray(values), at.start)
+            self.state_crc32c[row] = row_crc32c(arrays[name] for name in self.state_specs)
+            self.teacher_crc32c[row] = row_crc32c(arrays[name] for name in self.teacher_specs)
             self.missing.discard(row)
 
     def _place(self, name: str, row: int) -> tuple[ArraySpec, slice]:
@@ -266,6 +277,8 @@ class ShardWriter:
                 "teacher": [row.teacher for row in self.rows],
                 "eligible": [len(eligible(row.supervised)) for row in self.rows],
                 "validation": [bool(row.validation) for row in self.rows],
+                "state_crc32c": self.state_crc32c,
+                "teacher_crc32c": self.teacher_crc32c,
             },
         }
 

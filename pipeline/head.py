@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -13,6 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from data.errors import BadInput
+from data.layout import Layout
+from data.manifest import file_record, read_manifest, understood
+from data.part import AGAIN
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,29 @@ def save_head(head: TargetHead, path: Path) -> None:
     save_file(tensors, path, metadata={"scales": json.dumps(head.scales())})
 
 
+def head_damage(layout: Layout, identity: Mapping[str, Any], fast: bool = False) -> str | None:
+    """What is wrong with the head of a cache, None when nothing is: every byte is read, or with `fast` its size.
+
+    `identity` are fields that its manifest must have: the target that it is for.
+    """
+    about = layout.head.with_suffix(".json")
+    try:
+        made = read_manifest(about, "head")
+        with understood(about, AGAIN):
+            wanted = made["files"][0]
+            size = wanted["bytes"]
+    except BadInput:
+        return f"{about} is missing or damaged"
+    if other := [field for field, value in identity.items() if made.get(field) != value]:
+        return f"{layout.head} is that of another {other[0]}"
+    if not layout.head.exists() or layout.head.stat().st_size != size:
+        have = layout.head.stat().st_size if layout.head.exists() else "no"
+        return f"{layout.head} has {have} bytes, its manifest says {size}"
+    if not fast and file_record(layout.head, layout.cache) != wanted:
+        return f"{layout.head} has another crc32c than its manifest says"
+    return None
+
+
 def load_head(path: Path) -> TargetHead:
     """Read `head.safetensors` onto the CPU.
 
@@ -77,4 +105,4 @@ def load_head(path: Path) -> TargetHead:
         embedding = tensors["embedding"]
         return TargetHead(embedding, tensors.get("lm_head", embedding), tensors.get("bias"), **scales)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise BadInput(f"{path}: no usable target head ({error}): run `draftmill extract` again") from None
+        raise BadInput(f"{path}: no usable target head ({error}): {AGAIN}") from None

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.errors import Failure
+from data.errors import BadInput, Failure
 from pipeline.batches import BatchPlan, BatchShape
 
 HOST_BUFFERS = 6
@@ -105,6 +105,8 @@ class Loader:
         start = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: index in self._full or self._error is not None)
+            if isinstance(self._error, BadInput):  # damaged bytes: it names them, and the remedy
+                raise BadInput(str(self._error)) from self._error
             if self._error is not None:
                 raise Failure(f"a reader died: {self._error}") from self._error
             host = self._full.pop(index)
@@ -117,7 +119,10 @@ class Loader:
             self._changed.notify_all()
 
     def next_into(self, static: Tensor) -> None:
-        """Copy the next batch into `static`, in stream order. Raises Failure when a reader has died."""
+        """Copy the next batch into `static`, in stream order.
+
+        Raises BadInput when a reader met damaged bytes, Failure when one has died.
+        """
         index = self._given
         self._given += 1
         if not self.cuda:

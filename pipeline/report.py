@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from data.accounting import Accounting
-from data.cache import cache_layout
 from data.errors import BadInput
 from data.layout import Layout
 from data.manifest import read_json, read_manifest
@@ -224,7 +223,7 @@ def _example(layout: Layout, run: Run) -> Body:
 
 
 def _cache(run: Run, missing: _Missing) -> CacheFacts | None:
-    layout = cache_layout(run)
+    layout = Layout.of_cache(run)
     if not layout.cache_part(0).exists() and Layout.of(run).dropped.exists():
         missing.lines.append(f"{layout.cache}: the cache was dropped after training (extract.keep: false)")
         return None

@@ -20,10 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data import settings
-from data.cache import Cache, cache_layout
+from data.cache import Cache
 from data.errors import BadInput, Failure, Stopped
 from data.layout import Layout
 from data.manifest import fingerprint
+from data.part import AGAIN
 from data.shaping import shaping
 from pipeline.batches import BatchPlan, BatchShape, Plan, fill
 from pipeline.checkpoint import (
@@ -39,7 +40,7 @@ from pipeline.checkpoint import (
 from pipeline.console import Progress, say
 from pipeline.drafter import Drafter, initialise
 from pipeline.graphs import Step
-from pipeline.head import TargetHead, load_head
+from pipeline.head import TargetHead, head_damage, load_head
 from pipeline.interchange import read_checkpoint
 from pipeline.job import Job
 from pipeline.loader import Loader, rank_share
@@ -88,11 +89,14 @@ class Trainer:
         )
 
     def _head(self) -> TargetHead:
-        head = load_head(cache_layout(self.run).head)
+        path = self.cache.layout.head
+        if damaged := head_damage(self.cache.layout, {"target": self.cache.manifest["target"]}):
+            raise BadInput(f"{damaged}: {AGAIN}")
+        head = load_head(path)
         if head.embedding.shape[1] != self.cache.width or head.lm_head.shape[0] != self.cache.vocab_size:
             raise BadInput(
-                f"{cache_layout(self.run).head}: head of {list(head.lm_head.shape)} does not fit a cache of width "
-                f"{self.cache.width} and vocabulary {self.cache.vocab_size}: run `draftmill extract` again"
+                f"{path}: head of {list(head.lm_head.shape)} does not fit a cache of width "
+                f"{self.cache.width} and vocabulary {self.cache.vocab_size}: {AGAIN}"
             )
         return head.to(self.device, resolve_dtype(self.settings, self.device))
 
@@ -430,6 +434,8 @@ class Trainer:
             "target": self.cache.manifest["target"],
             "template": self.cache.manifest["template"],
             "codec": self.cache.manifest["codec"],
+            "cache": {"run": self.cache.layout.folder.name}
+            | {name: self.cache.manifest[name] for name in ("settings", "layer_ids")},
             "steps": self.plan.total_steps,
             "rows": {"train": len(self.plan.rows), "validation": len(self.held_out)},
             "best": {"step": best.step, "validation": best.meta["validation"]},

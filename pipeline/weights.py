@@ -6,7 +6,6 @@ Hugging Face folder of safetensors with `source.json` inside. Callers at the sam
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import hashlib
 import os
@@ -23,6 +22,7 @@ from unittest.mock import patch
 
 from data.errors import BadInput, Failure
 from data.layout import Layout
+from data.lock import locked
 from data.manifest import crc32c, fingerprint, read_json, write_json
 from data.settings import FORMAT, Run
 from pipeline.console import say
@@ -207,7 +207,7 @@ def _snapshot(model: str, revision: str | None, code: bool) -> Path:
 
 def _once(folder: Path, make: Callable[[Path], dict[str, Any]]) -> Path:
     """Let `make` fill `folder` unless it is there already; one process at a time, all or nothing."""
-    with _locked(folder):
+    with locked(folder.with_name(f".{folder.name}.lock")):
         source = folder / "source.json"
         if source.exists() and read_json(source, "delete it").get("format") == FORMAT:
             return folder
@@ -219,17 +219,6 @@ def _once(folder: Path, make: Callable[[Path], dict[str, Any]]) -> Path:
         write_json(temporary / "source.json", {"format": FORMAT, **body})
         os.replace(temporary, folder)
     return folder
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder.with_name(f".{folder.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _sha256(file: Path) -> str:
@@ -251,7 +240,7 @@ def _require_same(folder: Path, expected: str | None) -> None:
 def _remembered(memo: Path, files: list[Path], compute: Callable[[], str]) -> str:
     """What `compute` makes of `files`, remembered in `memo` while none of them changes."""
     key = fingerprint([[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files])
-    with _locked(memo):
+    with locked(memo.with_name(f".{memo.name}.lock")):
         known = read_json(memo, "delete it") if memo.exists() else {}
         if key not in known:
             known[key] = compute()

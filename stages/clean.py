@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +50,8 @@ def command(run_file: str, cache: bool, checkpoints: bool, everything: bool, yes
     if not doomed:
         say("nothing to delete")
         return
+    if (cache or everything) and (others := _readers(run)):
+        say(f"other runs read this cache (cache.from) and cannot train without it: {', '.join(others)}")
     for item in doomed:
         click.echo(f"{size(_bytes(item.path)):>12}  {item.what}  {item.path}")
     if not yes and not click.confirm(f"Delete {size(sum(_bytes(item.path) for item in doomed))}?"):
@@ -74,6 +77,19 @@ def _require_quiet(run: Run, cache: bool, stages: tuple[str, ...] | None) -> Non
             raise BadInput(
                 f"{job['stage']} {job['label']} of run {job['run']} is at work (pid {job['pid']}): end it first"
             )
+
+
+def _readers(run: Run) -> list[str]:
+    """Other runs under the root that read this one's cache: their jobs noted it, and their drafters' manifests do."""
+    root, found = run.folder.parent, set()
+    for path in root.glob("*/logs/*/*.status.json"):
+        if read_status(path).get("cache") == run.name:
+            found.add(path.relative_to(root).parts[0])
+    for path in root.glob("*/drafters/*/train.json"):
+        with suppress(BadInput):  # whatever has become of another run's manifest
+            if read_json(path, "make it again").get("cache", {}).get("run") == run.name:
+                found.add(path.relative_to(root).parts[0])
+    return sorted(found - {run.name})
 
 
 def _cache(run: Run) -> Iterator[Doomed]:

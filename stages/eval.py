@@ -7,6 +7,7 @@ so do others' drafters and servers. Interrupted, the same command goes on with t
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from data.errors import BadInput
 from data.explain import explain
 from data.layout import Layout
 from data.manifest import State, file_record, fingerprint, publish, read_json, read_manifest, write_json
+from data.provenance import refuse, stale_drafter
 from data.settings import Run, Server, load_run
 from data.shaping import shaping
 
@@ -139,6 +141,7 @@ def planned(run: Run, request: Request) -> Iterator[Plan]:
     layout = Layout.of(run)
     for drafter in request.drafters:
         trained = read_manifest(layout.train_manifest(drafter), "drafter")
+        refuse(stale_drafter(run, drafter, trained))
         chosen = choose(layout.checkpoints(drafter), request.checkpoint or run.eval.checkpoints)
         for info in chosen:
             require_sound(info.path, WEIGHTS)
@@ -247,8 +250,8 @@ class Folder:
         layout = Layout.of(run)
         self.path, self.manifest = layout.eval(plan.name), layout.eval_manifest(plan.name)
         prompts = {name: [[prompt.id, prompt.turns] for prompt in prompts] for name, prompts in benchmarks.items()}
-        settings = shaping(run, "eval", plan.name)
-        self.identity = fingerprint([settings, dict(plan.inputs), request.block_size, request.limit, prompts])
+        self.settings = shaping(run, "eval", plan.name)
+        self.identity = fingerprint([self.settings, dict(plan.inputs), request.block_size, request.limit, prompts])
         self.state = State(self.path / "state.json")
         self.resumed = self.state.recover(self.manifest) or self.state.read().get("status") == "running"
         self.state.running(fingerprint=self.identity)
@@ -282,6 +285,7 @@ class Folder:
         bodies = [read_json(file, "run eval again") for file in files]
         body = {
             "fingerprint": self.identity,
+            "settings": json.loads(self.settings),
             "inputs": dict(self.plan.inputs),
             "counts": {"files": len(files), "responses": sum(body["responses"] for body in bodies)},
             "results": [result(body, file.name) for body, file in zip(bodies, files, strict=True)],

@@ -19,6 +19,7 @@ import click
 from data.errors import BadInput, Failure
 from data.layout import Layout
 from data.manifest import read_json, read_manifest, require_equal
+from data.provenance import refuse, stale_drafter, stale_eval
 from data.settings import Run, load_run
 from pipeline.interchange_folder import destination
 
@@ -93,6 +94,7 @@ def export(run: Run, name: str, request: Request) -> Path:
 
     layout = Layout.of(run)
     trained = read_manifest(layout.train_manifest(name), "drafter")
+    refuse(stale_drafter(run, name, trained))
     chosen = choose(layout.checkpoints(name), request.checkpoint)[0]
     config = load_config(chosen.path)
     remedy = "the checkpoint and train.json belong to different trainings: run `draftmill train` again"
@@ -100,7 +102,7 @@ def export(run: Run, name: str, request: Request) -> Path:
     weights = read_weights(chosen.path)
     target = target_info(run, trained["head"])
     folder = request.to or layout.export(name)
-    evaluations = list(_evaluations(layout, name))
+    evaluations = list(_evaluations(run, name))
     served = request.push or str(folder)
     stored = f"{FLOAT8} (compressed-tensors), the rest {request.dtype}" if request.quantize else request.dtype
     facts = _facts(trained, chosen.step, chosen.acceptance)
@@ -139,11 +141,18 @@ def target_info(run: Run, scales: Mapping[str, Any]) -> TargetInfo:
     )
 
 
-def _evaluations(layout: Layout, name: str) -> Iterator[dict[str, Any]]:
-    """Finished evaluations of this drafter, benchmark by benchmark."""
+def _evaluations(run: Run, name: str) -> Iterator[dict[str, Any]]:
+    """Finished evaluations of this drafter, benchmark by benchmark; those of an earlier training are left out."""
+    from pipeline.console import say
+
+    layout = Layout.of(run)
     if not layout.eval_manifest(name).exists():
         return
     manifest = read_manifest(layout.eval_manifest(name), "eval")
+    stale = stale_eval(run, name, manifest)
+    if stale is not None and not stale.setting:
+        say(f"no evaluation in the card: {stale}")
+        return
     for record in manifest["files"]:
         body = read_json(layout.eval(name) / record["path"], "run `draftmill eval` again")
         if "pooled" in body:
@@ -171,6 +180,8 @@ def _provenance(
 ) -> dict[str, Any]:
     from pipeline.journal import installed
 
+    manifest = Layout.of(run).eval_manifest(name)
+    evaluated = {"eval": read_manifest(manifest, "eval").get("fingerprint")} if evaluations else {}
     return {
         "run": run.name,
         "drafter_name": name,
@@ -178,7 +189,7 @@ def _provenance(
         "form": request.form,
         "dtype": request.dtype,
         "quantize": request.quantize,
-        "inputs": {"drafter": trained["fingerprint"], **trained["inputs"]},
+        "inputs": {"drafter": trained["fingerprint"], **trained["inputs"], **evaluated},
         "training": {key: trained[key] for key in ("settings", "mask_token", "target", "template", "codec", "rows")},
         "evaluation": [
             {key: body[key] for key in ("benchmark", "checkpoint", "prompts", "pooled", "per_response", "definition")}
@@ -193,11 +204,10 @@ def check_folder(run: Run, folder: Path, python: str) -> None:
 
     Raises Failure when one that is installed reads it otherwise than it was meant.
     """
-    from data.cache import cache_layout
     from pipeline.consumers import check_exports
     from pipeline.head import load_head
 
-    head_file = cache_layout(run).head
+    head_file = Layout.of_cache(run).head
     verdicts = check_exports([folder], load_head(head_file) if head_file.exists() else None, python)[folder]
     click.echo(table(verdicts))
     failed = [verdict for verdict in verdicts if verdict.failed]

@@ -3,28 +3,28 @@
 A part's rows are in hash order, cut into windows; a window's shards are written, made durable and recorded together.
 Interrupted, the same command goes on with the first shard that is missing and computes the same batches again, so the
 bytes do not depend on interruptions. The part's manifest is published last. `cache/head.safetensors` and the fitted
-codec are the same for all parts and written once.
+codec are the same for all parts, written once, and made again where they are missing or damaged.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from data.errors import BadInput, Failure
 from data.layout import Layout, part_name
-from data.manifest import State, file_record, fingerprint, publish, read_manifest, require_equal
+from data.lock import locked
+from data.manifest import State, file_record, fingerprint, publish, read_manifest
+from data.provenance import refuse, stale_tokens
 from data.settings import Run, load_run
-from data.shaping import shaping
+from data.shaping import cache_settings
 
 if TYPE_CHECKING:
     from data.codec import Codec
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pipeline.extraction import Extraction, Meter, Shard
     from pipeline.job import Job
     from pipeline.target import Target
-    from pipeline.windows import Window, Work
+    from pipeline.windows import Sizes, Window, Work
 
 POLICY_ROWS = 256
 """Rows, over all parts, whose supervised tokens are compared with the target's own argmax; at most 1 of 8."""
@@ -65,6 +65,7 @@ class Machine:
         self.run, self._stack = run, stack
         self._target: Target | None = None
         self._extraction: Extraction | None = None
+        self._head = False
 
     def target(self, device: str) -> Target:
         from pipeline.target import load_target
@@ -72,6 +73,16 @@ class Machine:
         if self._target is None:
             self._target = load_target(self.run, device)
         return self._target
+
+    def share_head(self, layout: Layout, target: Mapping[str, Any], device: str) -> None:
+        """See to it that the head of `target` (its record) is there, every byte of it; once for all parts."""
+        from pipeline.target import load_config, rope_scaling
+
+        if not self._head:
+            identity = {"target": target, "dtype": f"torch.{self.run.target.dtype}"}
+            identity["rope_scaling"] = rope_scaling(load_config(self.run))
+            publish_head(layout, identity, lambda: self.target(device))
+            self._head = True
 
     def extraction(self, layer_ids: tuple[int, ...], codec: Codec, teacher: Teacher) -> Extraction:
         from pipeline.encoder import Encoder
@@ -98,7 +109,7 @@ class Part:
         self.state = State(self.folder / "state.json")
         self.table = self.layout.tokens(part).with_suffix(".parquet")
         self.tokens = read_manifest(self.layout.tokens(part), "tokens")
-        check_tokens(run, self.layout.tokens(part), self.tokens)
+        refuse(stale_tokens(run, part, self.tokens))
 
     def make(self) -> None:
         from data.part import publish_part
@@ -113,6 +124,7 @@ class Part:
         self.state.running()
         self.manifest.unlink(missing_ok=True)
         self._check_table()
+        self._check_disk()
         body = self._body(shaped)
         on_policy = self._on_policy()
         records = self._shards(body)
@@ -122,7 +134,6 @@ class Part:
 
     def _shape(self) -> dict[str, Any]:
         """What shapes this part, as far as it is known without loading weights."""
-        from data.part import cache_settings
         from pipeline.encoder import Teacher
         from pipeline.target import load_config, tap_layers, target_record
 
@@ -139,21 +150,43 @@ class Part:
         }
 
     def _current(self, shaped: Mapping[str, Any]) -> bool:
-        """Whether the part is there, made from what the run says now, and every file has its size."""
+        """Whether the part is there, made from what the run says now, and every file has its size.
+
+        What it shares with other parts is made again where it is missing: the part is of no use without.
+        """
         from data.part import damage
         from pipeline.console import say
 
         name = f"extract {part_name(self.part)}"
-        if not self.manifest.exists():
+        made = self._made()
+        if made is None:
             return False
-        made = read_manifest(self.manifest, "cache")
         changed = [field for field, value in shaped.items() if made.get(field) != value]
         if changed:
             say(f"{name}: made with other {', '.join(changed)}: made again")
             return False
         damaged = damage(self.layout, self.part, fast=True)
-        say(f"{name}: " + (f"{damaged[0]}: torn shards are written again" if damaged else "there and current"))
-        return not damaged
+        if damaged:
+            say(f"{name}: {damaged[0]}: torn shards are written again")
+            return False
+        self.machine.share_head(self.layout, shaped["target"], self.work.device)
+        if self._codec(shaped).record() != made["codec"]:
+            say(f"{name}: the codec that it was written with is gone, and came out otherwise now: made again")
+            return False
+        say(f"{name}: there and current")
+        return True
+
+    def _made(self) -> dict[str, Any] | None:
+        """The part's manifest; None when there is none that this version can read."""
+        from pipeline.console import say
+
+        if not self.manifest.exists():
+            return None
+        try:
+            return read_manifest(self.manifest, "cache")
+        except BadInput as error:
+            say(f"{error}; the part is made again")
+            return None
 
     def _check_table(self) -> None:
         wanted = self.tokens["files"][0]
@@ -190,14 +223,12 @@ class Part:
 
     def _body(self, shaped: Mapping[str, Any]) -> dict[str, Any]:
         from data.part import part_body
-        from pipeline.target import rope_scaling
 
         target = self.machine.target(self.work.device)
         if target.width != self.width:
             raise BadInput(f"target: width {target.width}, its configuration says {self.width}")
-        about = {"target": shaped["target"], "dtype": str(target.dtype), "rope_scaling": rope_scaling(target.config)}
-        publish_head(self.layout, target, about)
-        self.codec = self._codec(target, shaped)
+        self.machine.share_head(self.layout, shaped["target"], self.work.device)
+        self.codec = self._codec(shaped)
         template = {name: self.tokens.get(name) for name in ("template", "tokenizer", "arguments")}
         teacher = self.teacher.arrays(self.width)
         inputs = shaped["inputs"]
@@ -211,7 +242,7 @@ class Part:
 
         return model_record(self.run, load_config(self.run), load_tokenizer(self.run), target.vocab)
 
-    def _codec(self, target: Target, shaped: Mapping[str, Any]) -> Codec:
+    def _codec(self, shaped: Mapping[str, Any]) -> Codec:
         """The codec of all parts; a fitted one is fitted to the first rows of the lowest part that has tokens."""
         from data.codec import CODECS, make_codec
         from data.part import shared_codec
@@ -222,9 +253,9 @@ class Part:
             identity = fingerprint([name, layers, self.width])
             return shared_codec(self.layout, identity, lambda: make_codec(name, layers, self.width))
         identity = fingerprint([name, self.layer_ids, shaped["target"], self.run.target.dtype])
-        return shared_codec(self.layout, identity, lambda: make_codec(name, layers, self.width, self._sample(target)))
+        return shared_codec(self.layout, identity, lambda: make_codec(name, layers, self.width, self._sample()))
 
-    def _sample(self, target: Target) -> Any:
+    def _sample(self) -> Any:
         from data.codec import CODECS
         from pipeline.console import say
         from pipeline.encoder import state_sample
@@ -240,7 +271,7 @@ class Part:
         if not works:
             raise BadInput(f"{self.layout.tokens(first)}: no row has an anchor: nothing to extract")
         say(f"fitting codec {self.run.extract.codec} to {sum(w.row.states for w in works)} states")
-        return state_sample(target, self.layer_ids, works)
+        return state_sample(self.machine.target(self.work.device), self.layer_ids, works)
 
     def _on_policy(self) -> dict[str, Any]:
         from pipeline.console import say
@@ -258,19 +289,14 @@ class Part:
         """Records of all shards, those of an earlier attempt included."""
         from pipeline.console import Progress
         from pipeline.extraction import Meter
-        from pipeline.windows import Sizes, windows
+        from pipeline.windows import windows
 
-        teacher = sum(spec.nbytes for spec in self.teacher.arrays(self.width).values())
-        sizes = Sizes(
-            self.codec.bytes_per_state(), teacher, self.run.extract.window_bytes, self.run.extract.shard_bytes
-        )
-        self._check_disk(sizes)
         records: dict[int, Mapping[str, Any]] = {}
         extraction = self.machine.extraction(self.layer_ids, self.codec, self.teacher)
         meter = Meter(extraction, part_name(self.part))
         tokens = self.tokens["counts"]["tokens"]
         with Progress(tokens, f"extract {part_name(self.part)}", unit="tokens") as bar:
-            for window in windows(self._works(), sizes):
+            for window in windows(self._works(), self._sizes()):
                 self._window(window, body, records, extraction, meter, bar)
             extraction.drain()
         meter.report()
@@ -323,21 +349,33 @@ class Part:
         extraction.window(works, places, ready)
         bar.advance(sum(tokens) - (bar.done - before), note=meter.note())  # rows that no batch had to run
 
-    def _check_disk(self, sizes: Any) -> None:
+    def _sizes(self) -> Sizes:
+        from data.codec import CODECS
+        from pipeline.windows import Sizes
+
+        settings = self.run.extract
+        state = CODECS[settings.codec](len(self.layer_ids), self.width).bytes_per_state()
+        teacher = sum(spec.nbytes for spec in self.teacher.arrays(self.width).values())
+        return Sizes(state, teacher, settings.window_bytes, settings.shard_bytes)
+
+    def _check_disk(self) -> None:
+        """Refuse, before the target is loaded, to begin a cache that the disk cannot hold, whichever part begins it."""
         from data.store import Bucket, open_store
         from pipeline.console import say, size
+        from pipeline.storage import need_of
 
         if isinstance(open_store(self.layout, self.run.extract.store), Bucket):
             return
-        need = sum(sizes.of(work) + 6 * len(work.row.token_ids) for work in self._works())
-        have = shutil.disk_usage(self.folder).free + sum(
-            path.stat().st_size for path in self.folder.rglob("*") if path.is_file()
-        )
-        say(f"extract {part_name(self.part)}: {size(need)} to store, {size(have)} free")
-        if need > have and not self.force:
+        sizes = self._sizes()
+        stored = sum(sizes.of(work) + 6 * len(work.row.token_ids) for work in self._works())
+        need = need_of(self.run, self.part, stored, self.tokens["counts"]["tokens"])
+        free = shutil.disk_usage(self.folder).free
+        both = f"{size(need.part)} to store, {size(need.cache)} with the parts that are not there, {size(free)} free"
+        say(f"extract {part_name(self.part)}: {both}")
+        if need.cache > free and not self.force:
             raise Failure(
-                f"{self.folder}: part {self.part} needs {size(need)}, the disk has {size(have)} for it: free some, "
-                "set another root or codec, or pass --force"
+                f"{self.folder}: too little disk for the cache: {both}: free some, set another root or codec, or pass "
+                "--force"
             )
 
     def _sweep(self, keep: set[str]) -> None:
@@ -355,37 +393,19 @@ class Part:
                 record.unlink()
 
 
-def check_tokens(run: Run, path: Path, manifest: Mapping[str, Any]) -> None:
-    """Raises BadInput when the tokens were made with other settings than the run has now, naming the first."""
-    stage = "prepare" if run.data.responses == "keep" else "regenerate"
-    made = manifest.get("settings")
-    if made is not None:
-        require_equal(
-            path, flat(made), flat(json.loads(shaping(run, stage))), f"run `draftmill {stage}` again, or change it back"
-        )
+def publish_head(layout: Layout, identity: Mapping[str, Any], load: Callable[[], Target]) -> None:
+    """Write `head.safetensors` and its manifest unless they are there, whole and of `identity`; safe among parts.
 
-
-def flat(body: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Nested settings as `{"data.max_length": 3072, ...}`."""
-    found: dict[str, Any] = {}
-    for name, value in body.items():
-        found |= flat(value, f"{before}{name}.") if isinstance(value, Mapping) else {before + name: value}
-    return found
-
-
-def publish_head(layout: Layout, target: Target, identity: Mapping[str, Any]) -> None:
-    """Write `head.safetensors` and its manifest unless they are there for this target; safe among parts."""
+    `load` gives the target, should it be needed.
+    """
     from safetensors import SafetensorError
 
-    from pipeline.head import save_head
+    from pipeline.head import head_damage, save_head
 
-    about = layout.head.with_suffix(".json")
     with locked(layout.cache / ".head.lock"):
-        if about.exists() and layout.head.exists():
-            made = read_manifest(about, "head")
-            if {name: made[name] for name in identity if name in made} == dict(identity):
-                return
-        temporary = layout.head.with_name(".head.tmp")
+        if head_damage(layout, identity) is None:
+            return
+        target, temporary = load(), layout.head.with_name(".head.tmp")
         try:
             save_head(target.head().to("cpu", target.dtype), temporary)
         except SafetensorError as error:
@@ -395,12 +415,5 @@ def publish_head(layout: Layout, target: Target, identity: Mapping[str, Any]) ->
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, layout.head)
-        publish(about, "head", {**identity, "files": [file_record(layout.head, layout.cache)]})
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        about = {**identity, "files": [file_record(layout.head, layout.cache)]}
+        publish(layout.head.with_suffix(".json"), "head", about)

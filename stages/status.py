@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from data.layout import Layout
 from data.settings import Run, load_run
 from pipeline.console import duration
 from pipeline.journal import statuses, tail
+from pipeline.standing import Artefact, artefacts, has_work, needed
 
 LIVE = ("running", "waiting")
 BAD = ("failed", "died", "stopped")
@@ -45,42 +46,25 @@ def command(run_file: str, failed: bool, watch: bool, as_json: bool) -> None:
 
 
 def survey(run: Run, run_file: str) -> dict[str, Any]:
-    """Where a run stands: `stages` (done of total), `jobs` (newest attempt of each), `next` command."""
-    stages = {name: _count(paths) for name, paths in _artefacts(run).items()}
+    """Where a run stands: `stages` (how many outputs are current, of how many; how many are stale and why; whether what
+    is missing is needed), `jobs` (newest attempt of each), `next` command."""
+    found = artefacts(run)
+    needs = needed(found)
     jobs = [job for job in statuses(run) if job["status"] != "done"]
-    unfinished = next((name for name, (done, total) in stages.items() if done < total), None)
+    unfinished = next((name for name in found if has_work(found[name], needs[name])), None)
     return {
         "run": run.name,
         "folder": str(run.folder),
-        "stages": {name: {"done": done, "total": total} for name, (done, total) in stages.items()},
+        "stages": {name: _count(made, needs[name]) for name, made in found.items()},
         "jobs": jobs,
         "next": _next(run, run_file, unfinished, jobs),
     }
 
 
-def _artefacts(run: Run) -> dict[str, list[Path]]:
-    """The manifests that each stage makes, in the order of the stages."""
-    layout = Layout.of(run)
-    parts, drafters = range(run.extract.parts), list(run.drafters)
-
-    def each(path: Callable[[Any], Path], over: Any) -> list[Path]:
-        return [path(item) for item in over]
-
-    own_cache = run.cache.run is None
-    dropped = layout.dropped.exists()
-    return {
-        "prepare": each(layout.prompts, parts) if own_cache else [],
-        "regenerate": each(layout.tokens, parts) if own_cache and run.data.responses == "regenerate" else [],
-        "extract": each(layout.cache_part, parts) if own_cache and not dropped else [],
-        "train": each(layout.train_manifest, drafters),
-        "eval": each(layout.eval_manifest, drafters) if run.eval.benchmarks else [],
-        "export": each(layout.export_manifest, drafters),
-        "report": [layout.report],
-    }
-
-
-def _count(paths: list[Path]) -> tuple[int, int]:
-    return sum(path.exists() for path in paths), len(paths)
+def _count(made: list[Artefact], needs: bool) -> dict[str, Any]:
+    why = [each.why for each in made if each.why]
+    done = sum(each.current for each in made)
+    return {"done": done, "total": len(made), "stale": len(why), "why": next(iter(why), None), "needed": needs}
 
 
 def _next(run: Run, run_file: str, unfinished: str | None, jobs: list[dict[str, Any]]) -> str:
@@ -95,13 +79,23 @@ def _lines(state: dict[str, Any]) -> Iterator[str]:
     yield f"run {state['run']} in {state['folder']}"
     for name, count in state["stages"].items():
         if count["total"]:
-            mark = "done" if count["done"] == count["total"] else "    "
-            yield f"  {name:<11}{mark:<5}{count['done']}/{count['total']}"
+            yield _stage(name, count)
     for job in state["jobs"]:
         if job["status"] in LIVE:
             yield "  " + _live(job)
     yield from _failures(state)
     yield f"next: {state['next']}"
+
+
+def _stage(name: str, count: dict[str, Any]) -> str:
+    """One stage: how much of it is current, and what is not."""
+    done, total, stale = count["done"], count["total"], count["stale"]
+    missing = total - done - stale
+    mark = "done" if done == total else "gone" if missing and not stale and not count["needed"] else ""
+    text = f"  {name:<11}{mark:<5}{done}/{total}"
+    if mark == "gone":
+        return f"{text}  no drafter needs it any more"
+    return f"{text}  {stale} stale, first {count['why']}" if stale else text
 
 
 def _live(job: dict[str, Any]) -> str:

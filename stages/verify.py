@@ -1,15 +1,21 @@
-"""Is the cache what its manifests say, and what the target says? Every byte, shape and count; sampled rows again."""
+"""Is the cache what its manifests say, and what the target says? Every byte, shape and count; sampled rows again.
+
+Training refuses damage in what it reads, when it reads it. This finds all of it before, and states that were never the
+target's.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from data.errors import BadInput, Failure
 from data.layout import Layout, part_name
-from data.manifest import file_record, read_manifest
+from data.manifest import read_manifest
+from data.provenance import refuse, stale_part
 from data.settings import Run, load_run
 
 if TYPE_CHECKING:
@@ -37,18 +43,18 @@ def command(run_file: str, part: int | None, fast: bool) -> None:
     label = "" if part is None else part_name(part)
     with job(run, "verify", label=label, gpus=0 if fast else run.target.gpus) as work:
         check = Verification(run, work, fast)
-        problems = [f"head: {line}" for line in check.head()]
+        problems = list(check.head(parts[0]))
+        for line in problems:
+            say(line)
         for number in parts:
-            found = list(check.part(number))
-            for line in found[:SHOWN]:
+            lines = list(check.part(number))
+            for line in lines[:SHOWN]:
                 say(f"{part_name(number)}: {line}")
-            problems += found
-            say(f"{part_name(number)}: {'whole' if not found else f'{len(found)} problems'}")
+            problems += lines
+            say(f"{part_name(number)}: {'whole' if not lines else f'{len(lines)} problems'}")
         if problems:
-            raise Failure(
-                f"{len(problems)} problems in the cache of {run.folder}, first: {problems[0]}; remove the manifest of "
-                "each part named and run `draftmill extract` again"
-            )
+            found = f"{len(problems)} problems in the cache of {check.layout.folder}, first: {problems[0]}"
+            raise Failure(f"{found}: {check.remedy()}")
         say(f"verified {len(parts)} parts" + (" (sizes and manifests only)" if fast else ""))
 
 
@@ -56,35 +62,64 @@ class Verification:
     """One pass over the parts; the target is loaded when the first sound part needs it."""
 
     def __init__(self, run: Run, work: Job, fast: bool) -> None:
-        from data.cache import cache_layout
-
         self.run, self.work, self.fast = run, work, fast
-        self.layout: Layout = cache_layout(run)
+        self.layout = Layout.of_cache(run)
         self._target: Any = None
+        self._rotten: list[Path] = []
+        self._older: set[str] = set()
 
-    def head(self) -> Iterator[str]:
-        """What is wrong with head.safetensors."""
-        manifest = read_manifest(self.layout.head.with_suffix(".json"), "head")
-        wanted = manifest["files"][0]
-        if not self.layout.head.exists():
-            yield f"{self.layout.head} is missing"
-        elif self.layout.head.stat().st_size != wanted["bytes"]:
-            yield f"{self.layout.head} has {self.layout.head.stat().st_size} bytes, its manifest says {wanted['bytes']}"
-        elif not self.fast and file_record(self.layout.head, self.layout.cache) != wanted:
-            yield f"{self.layout.head} has another crc32c than its manifest says"
+    def head(self, part: int) -> Iterator[str]:
+        """What is wrong with head.safetensors, which must be that of the part's target."""
+        from pipeline.head import head_damage
+
+        manifest = read_manifest(self.layout.cache_part(part), "cache")
+        if line := head_damage(self.layout, {"target": manifest["target"]}, self.fast):
+            yield line
 
     def part(self, part: int) -> Iterator[str]:
-        """What is wrong with a part: its settings, files, shapes, values, and sampled rows. Stops at the first kind."""
-        from data.cache import check_settings
-        from data.part import damage
+        """What is wrong with a part: inputs, codec, files, shapes, values, and sampled rows. Stops at the first kind.
+
+        Raises BadInput when it was made with other settings.
+        """
+        from data.part import codec_path, damage, load_codec
 
         path = self.layout.cache_part(part)
         manifest = read_manifest(path, "cache")
-        check_settings(path, manifest, self.run)
+        if stale := stale_part(self.run, part, manifest):
+            if stale.setting:
+                refuse(stale)
+            self._older.add(stale.stage)
+            yield f"{stale.path}: {stale.what}"
+            return
+        try:
+            load_codec(self.layout, manifest["codec"])
+        except BadInput:
+            yield f"{codec_path(self.layout)} is missing, damaged or not what {path.name} was written with"
+            return
         found = damage(self.layout, part, self.fast)
         yield from found
         if not found and not self.fast:
-            yield from self._content(part, manifest)
+            for line in self._content(part, manifest):
+                found.append(line)
+                yield line
+        if found and not damage(self.layout, part, fast=True):
+            self._rotten.append(path)
+
+    def remedy(self) -> str:
+        """What makes the problems found so far go.
+
+        Extract mends by itself what sizes tell, and what parts share. A part that only its bytes give away counts as
+        there as long as its manifest is.
+        """
+        from data.part import AGAIN
+
+        again = AGAIN
+        if "regenerate" in self._older:
+            again = f"run `draftmill regenerate` again, then {AGAIN}"
+        if not self._rotten:
+            return again
+        more = f" and the manifests of {len(self._rotten) - SHOWN} more parts" if len(self._rotten) > SHOWN else ""
+        return f"remove {' '.join(map(str, self._rotten[:SHOWN]))}{more} and {again}"
 
     def _content(self, part: int, manifest: dict[str, Any]) -> Iterator[str]:
         from pipeline.audit import PartAudit

@@ -14,7 +14,7 @@ import zarr
 
 from data.anchors import eligible
 from data.cache import Cache
-from data.codec import ArraySpec, make_codec
+from data.codec import CODECS, ArraySpec, make_codec
 from data.errors import BadInput, Failure
 from data.layout import Layout, part_name
 from data.manifest import inside, read_manifest, write_json
@@ -243,6 +243,16 @@ def test_another_setting_is_refused_by_name(run, change, named, write_cache):
         Cache.open(Run.model_validate({**run.model_dump(by_alias=True), **change}))
 
 
+def test_a_cache_without_checksums_of_rows_is_refused(run, write_cache):
+    write_cache(run)
+    path = Layout.of(run).cache_part(0)
+    body = read_manifest(path, "cache")
+    del body["settings"]["extract.format"]
+    write_json(path, body)
+    with pytest.raises(BadInput, match=r"extract\.format = None, this run wants 2: run `draftmill extract` again"):
+        Cache.open(run)
+
+
 def test_training_settings_do_not_touch_the_cache(run, write_cache):
     write_cache(run)
     changed = Run.model_validate({**run.model_dump(by_alias=True), "train": {"learning_rate": 1e-5}})
@@ -289,8 +299,8 @@ def shard_file(run: Run, name: str):
     return Layout.of(run).cache / "part-0000" / "shard-00000.zarr" / name
 
 
-def read_all(run: Run) -> None:
-    cache = Cache.open(run)
+def read_all(run: Run, mapped: bool = True) -> None:
+    cache = Cache.open(run, mapped)
     out = buffers(cache)
     for number in range(len(cache)):
         cache.read_states(number, out, 0)
@@ -322,6 +332,52 @@ def test_a_flipped_byte_is_found_by_the_full_check(run, write_cache):
     assert len(found) == 1
     assert "hidden/c/0/0/0" in found[0]
     assert damage(layout, 1) == []
+
+
+def damaged(body: bytearray, how: str) -> bytes:
+    """A file's bytes after something that leaves its size as it is."""
+    match how:
+        case "half of it zeroed":
+            body[: len(body) // 2] = bytes(len(body) // 2)
+        case "a page zeroed":
+            body[4096:8192] = bytes(4096)
+        case "a bit flipped":
+            body[9] ^= 4
+    return bytes(body)
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+@pytest.mark.parametrize("how", ["half of it zeroed", "a page zeroed", "a bit flipped"])
+@pytest.mark.parametrize("codec", CODECS)
+def test_states_that_are_not_those_written_are_refused_by_row(tmp_path, write_cache, codec, how, mapped):
+    run = make_run(tmp_path, codec=codec)
+    write_cache(run)
+    path = shard_file(run, "hidden/c/0/0/0")
+    path.write_bytes(damaged(bytearray(path.read_bytes()), how))
+    with pytest.raises(BadInput, match=r"shard-00000\.zarr: row r-0-0-\d-é: .* remove the manifest part-0000\.json"):
+        read_all(run, mapped)
+    assert damage(Layout.of(run), 0, fast=True) == [], "sizes do not tell"
+
+
+@pytest.mark.parametrize("name", ["scale/c/0/0", "outlier/c/0/0/0", "token_ids/c/0", "supervised/c/0"])
+def test_a_zero_byte_in_any_array_that_training_reads_is_found(run, name, write_cache):
+    write_cache(run)
+    path = shard_file(run, name)
+    body = bytearray(path.read_bytes())
+    place = next(i for i, value in enumerate(body) if value)
+    body[place] = 0
+    path.write_bytes(body)
+    with pytest.raises(BadInput, match=r"shard-00000\.zarr.*not the bytes that were written"):
+        read_all(run)
+
+
+def test_teacher_entries_that_are_not_those_written_are_refused_by_row(run, write_cache):
+    write_cache(run, TEACHER)
+    path = shard_file(run, "last_hidden/c/0/0")
+    path.write_bytes(damaged(bytearray(path.read_bytes()), "half of it zeroed"))
+    cache = Cache.open(run)
+    with pytest.raises(BadInput, match=r"row r-0-0-0-é: not the bytes that were written"):
+        cache.read_teacher(0, {"last_hidden": np.zeros((700, WIDTH), np.uint16)}, 0)
 
 
 @pytest.mark.parametrize("compressor", ["none", "zstd"])
@@ -495,6 +551,8 @@ def test_opens_100_000_rows_in_under_2_seconds(run):
                     "teacher": [0] * 25,
                     "eligible": [100] * 25,
                     "validation": [False] * 25,
+                    "state_crc32c": [0] * 25,
+                    "teacher_crc32c": [0] * 25,
                 },
             }
             for s in range(2000)

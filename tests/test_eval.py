@@ -1,6 +1,7 @@
 import copy
 import json
 import os
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -17,7 +18,8 @@ from data.benchmarks import PRESETS, load_benchmark
 from data.errors import BadInput, Failure, Stopped
 from data.layout import Layout
 from data.manifest import publish, read_manifest
-from data.settings import Benchmark, Run, Server
+from data.settings import Benchmark, Run, Server, load_run
+from data.shaping import cache_settings, shaping
 from pipeline import lossless, sampling
 from pipeline.checkpoint import CheckpointWriter
 from pipeline.decode import Engine, Prompt
@@ -107,6 +109,8 @@ def test_eval_records_everything_and_says_it(trained: Callable[..., Path], capsy
     assert exit_code(["eval", str(file)]) == 0
     body = results(file)
     assert (body["prompts"], body["responses"]) == (3, 4)
+    manifest = read_manifest(file.parent / "runs" / "evaluated" / "eval" / "base" / "manifest.json", "eval")
+    assert manifest["settings"] == json.loads(shaping(load_run(file), "eval", "base")), "what status compares"
     assert body["lossless"]["checked"] == body["lossless"]["exact"] == 4
     assert body["pooled"]["low"] <= body["pooled"]["value"] <= body["pooled"]["high"]
     assert sum(body["histogram"]) == body["blocks"]
@@ -123,6 +127,27 @@ def test_eval_records_everything_and_says_it(trained: Callable[..., Path], capsy
     said = capsys.readouterr().err
     assert "acceptance length" in said
     assert "4 of 4 answers equal" in said
+
+
+def test_a_drafter_trained_with_other_settings_is_refused_before_the_target_is_loaded(
+    trained: Callable[..., Path], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = trained()
+    manifest = file.parent / "runs" / "evaluated" / "drafters" / "base" / "train.json"
+    run = load_run(file)
+    cache = {"settings": cache_settings(run), "layer_ids": [1, 2, 3]}
+    body = {**json.loads(manifest.read_text()), "settings": json.loads(shaping(run, "train", "base")), "cache": cache}
+    manifest.write_text(json.dumps(body))
+    monkeypatch.setattr("pipeline.target.load_target", None)
+    for section, change, text in (
+        ("train", {"learning_rate": 1.0}, "train.learning_rate = 0.0006, this run wants 1.0"),
+        ("extract", {**run.extract.model_dump(mode="json"), "codec": "fp8"}, "extract.codec = 'float32', .* 'fp8'"),
+    ):
+        other = file.with_name("other.yaml")
+        other.write_text(yaml.safe_dump({**yaml.safe_load(file.read_text()), section: change}))
+        assert exit_code(["eval", str(other)]) == 2
+        assert re.search(f"{text}: run `draftmill train` again, or change it back", capsys.readouterr().err)
+    assert not (file.parent / "runs" / "evaluated" / "eval").exists()
 
 
 def test_an_answer_is_put_before_the_next_turn(trained: Callable[..., Path], tiny_target: Target) -> None:

@@ -15,11 +15,11 @@ import yaml
 from click.testing import CliRunner, Result
 from huggingface_hub import HfApi
 
-from data.cache import cache_layout
 from data.errors import BadInput, Failure
 from data.layout import Layout
 from data.manifest import publish
 from data.settings import Run
+from data.shaping import shaping
 from pipeline.card import FLOAT8, serving_lines, write_card
 from pipeline.checkpoint import CheckpointWriter
 from pipeline.drafter import Drafter, DrafterConfig, initialise
@@ -61,8 +61,8 @@ def trained(make_run: Callable[..., Run], tiny_root: Path, tiny_target: Target, 
     """A run file and its run, with checkpoints of steps 2 (better) and 4, and a head beside an absent cache."""
     run = make_run(f"export-{tmp_path.name}", drafters={"base": {"layers": 2, "block_size": 4}})
     layout, config = Layout.of(run), drafter_config(tiny_target)
-    cache_layout(run).cache.mkdir(parents=True)
-    save_head(tiny_target.head(), cache_layout(run).head)
+    Layout.of_cache(run).cache.mkdir(parents=True)
+    save_head(tiny_target.head(), Layout.of_cache(run).head)
     writer = CheckpointWriter(layout.checkpoints("base"), 2, 1)
     for step, acceptance in ((2, 2.5), (4, 2.0)):
         drafter = Drafter(config)
@@ -73,7 +73,7 @@ def trained(make_run: Callable[..., Run], tiny_root: Path, tiny_target: Target, 
     body = {
         "fingerprint": "f" * 32,
         "inputs": {"cache": "c" * 32},
-        "settings": {"train": {"learning_rate": 6e-4, "epochs": 6, "loss": {"kind": "cross_entropy"}}},
+        "settings": json.loads(shaping(run, "train", "base")),
         "config": config.record(),
         "mask_token": {"id": config.mask_token_id, "reason": "a spare row"},
         "head": {"embedding_scale": 1.0, "logit_multiplier": 1.0, "softcap": None},
@@ -111,7 +111,7 @@ def test_the_best_checkpoint_is_written_with_card_and_provenance(trained: Traine
 
 
 def test_the_cache_may_be_gone(trained: Trained) -> None:
-    shutil.rmtree(cache_layout(trained[1]).cache)
+    shutil.rmtree(Layout.of_cache(trained[1]).cache)
     assert call(export.command, trained[0]).exception is None
 
 
@@ -136,6 +136,28 @@ def test_evaluations_of_the_drafter_stand_in_the_card(trained: Trained) -> None:
     publish(folder / "manifest.json", "eval", {"files": [{"path": "gsm8k.json"}]})
     call(export.command, path)
     assert "| gsm8k | 8 | 3.25 (3.00-3.50) |" in (Layout.of(run).export("base") / "README.md").read_text()
+
+
+def test_numbers_of_an_earlier_training_stay_out_of_the_card(trained: Trained) -> None:
+    path, run = trained
+    body = {"inputs": {"drafter": "another"}, "files": [{"path": "gsm8k.json"}]}
+    publish(Layout.of(run).eval_manifest("base"), "eval", body)
+    done = call(export.command, path)
+    assert done.exception is None
+    assert "no evaluation in the card: " in done.output
+    assert "eval" not in json.loads(Layout.of(run).export_manifest("base").read_text())["inputs"]
+
+
+def test_a_drafter_trained_with_other_settings_is_refused(trained: Trained) -> None:
+    path, run = trained
+    body = yaml.safe_load(path.read_text())
+    path.write_text(yaml.safe_dump({**body, "train": {"learning_rate": 1.0}}))
+    refused = call(export.command, path).exception
+    assert isinstance(refused, BadInput)
+    assert str(refused).endswith(
+        "made with train.learning_rate = 0.0006, this run wants 1.0: run `draftmill train` again, or change it back"
+    )
+    assert not Layout.of(run).export("base").exists()
 
 
 def test_a_drafter_that_was_not_trained_gets_one_clear_line(trained: Trained, make_run: Any, tmp_path: Path) -> None:

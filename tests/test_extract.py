@@ -20,7 +20,7 @@ from data.codec import CODECS, make_codec
 from data.errors import BadInput, Failure, Stopped
 from data.layout import Layout
 from data.manifest import read_manifest
-from data.part import damage
+from data.part import codec_path, damage
 from data.settings import Run
 from data.shard import ShardWriter
 from pipeline.encoder import Encoder, Teacher, compilations
@@ -199,6 +199,53 @@ def test_torn_files_are_written_again(new_run: Callable[..., Run], fault: str) -
     assert shards(run)[0].stat().st_mtime_ns == kept
 
 
+SHARED_FAULTS = {
+    "head gone": ("head.safetensors", None),
+    "head cut": ("head.safetensors", lambda body: body[:-8]),
+    "head zeroed": ("head.safetensors", lambda body: body[:-20_000] + bytes(20_000)),
+    "head's manifest gone": ("head.json", None),
+    "head's manifest torn": ("head.json", lambda body: body[:20]),
+    "codec gone": ("codec.safetensors", None),
+    "codec torn": ("codec.safetensors", lambda body: body[:20]),
+    "codec zeroed": ("codec.safetensors", lambda body: body[:-64] + bytes(64)),
+    "manifest torn": ("part-0000.json", lambda body: body[:20]),
+}
+
+
+@pytest.mark.parametrize("fault", SHARED_FAULTS)
+def test_what_parts_share_is_made_again_and_no_shard_with_it(new_run: Callable[..., Run], fault: str) -> None:
+    """Training refuses such a cache and says to extract again, so extract must not call it current."""
+    run = new_run(rows=12, codec="klt6")
+    extract(run)
+    wanted, kept = tree(run), {path: path.stat().st_mtime_ns for path in shards(run)}
+    name, harm = SHARED_FAULTS[fault]
+    path = Layout.of(run).cache / name
+    body = path.read_bytes()
+    path.unlink() if harm is None else path.write_bytes(harm(body))
+    extract(run)
+    assert tree(run) == wanted
+    assert {path: path.stat().st_mtime_ns for path in shards(run)} == kept
+
+
+def test_parts_whose_codec_cannot_be_made_again_are_extracted_again(
+    new_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run(codec="klt6", parts=2)
+    extract(run, (0, 1))
+    before = Cache.open(run).codec.record()
+    sample = Part._sample
+    monkeypatch.setattr(Part, "_sample", lambda self: sample(self) * torch.linspace(1, 9, 64))
+    codec_path(Layout.of(run)).unlink()
+    extract(run, (1,))
+    with pytest.raises(BadInput, match=r"made with codec = .*: run `draftmill extract` again"):
+        Cache.open(run)
+    extract(run, (0, 1))
+    cache = Cache.open(run)
+    assert cache.codec.record() != before
+    assert all(damage(Layout.of(run), part) == [] for part in (0, 1))
+    assert all(stored(cache, row).isfinite().all() for row in range(len(cache)))
+
+
 def test_full_disk_stops_cleanly_and_resumes(new_run: Callable[..., Run]) -> None:
     run = new_run(shard_bytes=200_000)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -219,9 +266,69 @@ def test_a_disk_too_small_is_refused_unless_forced(
 ) -> None:
     run = new_run()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1000, 0, 1000))
-    with pytest.raises(Failure, match=r"part 0 needs .* KiB, the disk has .*--force"):
+    with pytest.raises(Failure, match=r"too little disk for the cache: .* KiB to store, .* free: free some.*--force"):
         extract(run)
+    assert not Layout.of(run).head.exists(), "said before the target is loaded"
     extract(run, force=True)
+
+
+def free(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(size, 0, size))
+
+
+def sizes_of(run: Run) -> list[int]:
+    parts = range(run.extract.parts)
+    return [read_manifest(Layout.of(run).cache_part(part), "cache")["counts"]["bytes"] for part in parts]
+
+
+@pytest.mark.parametrize(("begun_by", "answered"), [(0, True), (2, False)])
+def test_a_disk_that_cannot_hold_all_parts_is_refused_by_the_first(
+    new_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, begun_by: int, answered: bool
+) -> None:
+    """Also while the answers of another part are still to come."""
+    run = new_run(parts=3, rows=60)
+    extract(run, (0, 1, 2))
+    sizes = sizes_of(run)
+    shutil.rmtree(Layout.of(run).cache)
+    if not answered:
+        Layout.of(run).tokens(0).unlink()
+    free(monkeypatch, sum(sizes) * 3 // 4)
+    with pytest.raises(Failure, match="too little disk for the cache"):
+        extract(run, (begun_by,))
+    assert not shards(run, begun_by)
+    free(monkeypatch, sum(sizes) * 5 // 4)
+    extract(run, (begun_by,))
+    free(monkeypatch, (sum(sizes) - sizes[begun_by]) * 5 // 4)  # what is stored is needed no more
+    extract(run, (1,))
+
+
+def test_what_an_interrupted_part_has_stored_is_not_asked_for_again(
+    new_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run(parts=2, rows=60)
+    extract(run, (0, 1))
+    sizes = sizes_of(run)
+    layout = Layout.of(run)
+    layout.cache_part(1).unlink()
+    (layout.cache / "part-0001" / "state.json").write_text('{"status": "running"}')
+    shutil.rmtree(layout.cache / "part-0000")
+    layout.cache_part(0).unlink()
+    free(monkeypatch, sizes[0] * 5 // 4)
+    extract(run, (0,))
+
+
+def test_nobody_knows_what_a_compressor_saves_before_a_part_is_there(
+    new_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run(parts=3, rows=60, compressor="zstd")
+    extract(run, (0, 1, 2))
+    sizes = sizes_of(run)
+    shutil.rmtree(Layout.of(run).cache)
+    free(monkeypatch, sizes[0] * 3 // 2)
+    extract(run, (0,))
+    free(monkeypatch, sizes[1] * 3 // 2)
+    with pytest.raises(Failure, match="too little disk for the cache"):
+        extract(run, (1,))
 
 
 def test_rows_that_training_cannot_hold_are_refused_before_the_target_runs(new_run: Callable[..., Run]) -> None:

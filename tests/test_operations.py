@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from pipeline import devices, preflight
 from pipeline.job import job
 from pipeline.targets_tiny import make_tiny
 from stages import cli, status
+from tests.finished import finish, make
 from tests.flow import run_body
 
 
@@ -27,11 +29,6 @@ def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     Path("run.yaml").write_text(yaml.safe_dump(run_body()))
     Path("rows.jsonl").write_text("{}\n")
     return "run.yaml"
-
-
-def make(run: Run, *paths: Path) -> None:
-    for path in paths:
-        publish(path, "cache", {"fingerprint": "f"})
 
 
 def test_status_counts_what_is_done_and_names_the_next_command(
@@ -68,7 +65,100 @@ def test_status_shows_running_and_failed_jobs_with_the_end_of_the_log(
 def test_status_is_json_for_machines(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.exit_code(["status", run_file, "--json"]) == 0
     body = json.loads(capsys.readouterr().out)
-    assert body["stages"]["train"] == {"done": 0, "total": 2}
+    assert body["stages"]["train"] == {"done": 0, "total": 2, "stale": 0, "why": None, "needed": True}
+
+
+NEXT = "next: snakemake --cores all --configfile run.yaml    (or by hand: draftmill {} run.yaml)"
+STALE: list[tuple[str, Any, str, str]] = [
+    ("train", {"learning_rate": 1e-3}, "train", "2 stale, first .*train.learning_rate = 0.0006, this run wants 0.001"),
+    ("drafters", {"base": {}, "wide": {"layers": 3}}, "train", "1/2  1 stale, first .*drafter.layers = 5, .* wants 3"),
+    (
+        "extract",
+        {"parts": 2, "codec": "bf16"},
+        "extract",
+        "2 stale, first .*extract.codec = 'fp8', this run wants 'bf16'",
+    ),
+    (
+        "data",
+        {"regenerate": {"temperature": 1.0}},
+        "regenerate",
+        "0/2  2 stale, first .*data.regenerate.temperature = 0.0",
+    ),
+    ("data", {"max_length": 9}, "prepare", "0/2  2 stale, first .*data.max_length = 3072, this run wants 9"),
+    ("data", {"template_arguments": {"a": 1}}, "prepare", "data.template_arguments.a = None, this run wants 1"),
+    ("eval", {"max_new_tokens": 9}, "eval", "0/2  2 stale, first .*eval.max_new_tokens = 512, this run wants 9"),
+]
+
+
+@pytest.mark.parametrize(("section", "change", "stage", "text"), STALE, ids=[f"{s[0]}-{s[2]}" for s in STALE])
+def test_status_names_the_setting_that_changed_and_what_makes_it_good(
+    run_file: str, capsys: pytest.CaptureFixture[str], section: str, change: dict[str, Any], stage: str, text: str
+) -> None:
+    finish(load_run(run_file))
+    body = run_body()
+    body[section] = change if section == "drafters" else {**body.get(section, {}), **change}
+    Path(run_file).write_text(yaml.safe_dump(body))
+    assert cli.exit_code(["status", run_file]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.search(text, next(line for line in lines if line.startswith(f"  {stage} ")))
+    assert lines[-1] == NEXT.format(stage)
+    stale = [line.split()[0] for line in lines if " stale" in line]
+    order = list(status.survey(load_run(run_file), run_file)["stages"])
+    assert stale == order[order.index(stage) :], "and all that follows"
+
+
+def test_status_of_a_finished_run_wants_nothing(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    finish(load_run(run_file))
+    Path(run_file).write_text(yaml.safe_dump(run_body(train={"log_every": 3}, jobs={"memory_mb": 9})))
+    assert cli.exit_code(["status", run_file]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines[1:-1]] == ["done"] * 7
+    assert lines[-1].startswith("next: nothing: read ")
+
+
+def test_status_wants_no_cache_that_no_drafter_needs(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = load_run(run_file)
+    finish(run)
+    assert cli.exit_code(["clean", run_file, "--cache", "--yes"]) == 0
+    assert status.survey(run, run_file)["next"].startswith("nothing")
+    capsys.readouterr()
+    cli.exit_code(["status", run_file])
+    assert "  extract    gone 0/2  no drafter needs it any more" in capsys.readouterr().out
+    Layout.of(run).train_manifest("wide").unlink()
+    assert "draftmill extract" in status.survey(run, run_file)["next"]
+
+
+@pytest.mark.parametrize(
+    ("path", "stage"),
+    [("prompts/part-0001.json", "regenerate"), ("tokens/part-0001.json", "extract"), ("cache/part-0001.json", "train"),
+     ("drafters/wide/train.json", "eval"), ("eval/wide/manifest.json", "export")],
+)  # fmt: skip
+def test_status_sees_what_was_made_from_something_else(run_file: str, path: str, stage: str) -> None:
+    run = load_run(run_file)
+    finish(run)
+    changed = run.folder / path
+    body = json.loads(changed.read_text())
+    changed.write_text(json.dumps({**body, "fingerprint": "another"}))
+    state = status.survey(run, run_file)
+    assert f"draftmill {stage} " in state["next"]
+    assert "another now" in state["stages"][stage]["why"] or stage == "train"
+
+
+def test_status_counts_a_manifest_that_cannot_be_read_as_stale(run_file: str) -> None:
+    run = load_run(run_file)
+    finish(run)
+    Layout.of(run).cache_part(0).write_text("{")
+    state = status.survey(run, run_file)
+    assert state["stages"]["extract"]["stale"] == 1
+    assert "part-0000.json: not readable as JSON" in state["stages"]["extract"]["why"]
+    assert "draftmill extract" in state["next"]
+
+
+def test_status_sees_a_report_that_is_older_than_what_it_shows(run_file: str) -> None:
+    run = load_run(run_file)
+    finish(run)
+    os.utime(Layout.of(run).report, (1, 1))
+    assert "draftmill report" in status.survey(run, run_file)["next"]
 
 
 def test_ten_thousand_shards_are_counted_in_under_a_second(run_file: str) -> None:
@@ -140,6 +230,32 @@ def test_clean_leaves_a_cache_alone_that_another_run_trains_from(
             assert cli.exit_code(["clean", run_file, what, "--yes"]) == 2
         assert "train base of run other is at work" in capsys.readouterr().err
     assert Layout.of(run).cache_part(0).exists()
+
+
+@pytest.mark.parametrize("what", ["--cache", "--all"])
+def test_clean_says_which_other_runs_read_the_cache_before_it_asks(
+    run_file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    def other(name: str, **sections: Any) -> Run:
+        Path(f"{name}.yaml").write_text(yaml.safe_dump(run_body(name=name, **sections)))
+        return load_run(f"{name}.yaml")
+
+    run = load_run(run_file)
+    finish(run)
+    with job(other("begun", cache={"from": run.name}), "train", "base"):
+        pass
+    trained, alone = other("trained", cache={"from": run.name}), other("alone")
+    make(trained, Layout.of(trained).train_manifest("base"), cache={"run": run.name})
+    make(alone, Layout.of(alone).train_manifest("base"), cache={"run": "alone"})
+    torn = Layout.of(alone).train_manifest("wide")
+    torn.parent.mkdir()
+    torn.write_text("{")
+    asked: list[str] = []
+    monkeypatch.setattr("click.confirm", lambda text: asked.append(capsys.readouterr().err))
+    assert cli.exit_code(["clean", run_file, what]) == 0
+    assert "other runs read this cache (cache.from) and cannot train without it: begun, trained\n" in asked[0]
+    assert cli.exit_code(["clean", "alone.yaml", "--all"]) == 0
+    assert "other runs" not in asked[1]
 
 
 def test_clean_wants_to_know_what(run_file: str) -> None:

@@ -279,7 +279,9 @@ def test_the_reference_table_pairs_every_record_with_the_first(tmp_path: Path) -
     rows = reference.of_runs([path], 32)
     assert [row["drafter"] for row in rows] == ["base", "dpace"]
     assert [row["first"]["acceptance"] for row in rows] == pytest.approx([3.0, 3.3])
-    assert list(rows[1]["of_first_line"].values()) == pytest.approx([1.1, 1.1, 1.1])
+    assert list(rows[1]["compared"].values()) == pytest.approx([1.1, 1.1, 1.1])
+    other = reference.of_runs([path, path], 32)[2:]
+    assert [list(row["compared"].values()) for row in other] == [[1.0, 1.0, 1.0]] * 2  # each with its own namesake
 
 
 def test_a_codec_study_changes_name_and_codec_only(tmp_path: Path) -> None:

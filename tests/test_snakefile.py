@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from data.settings import Run
-from data.shaping import shaping
+from data.shaping import cache_settings, shaping
 from tests.flow import ROOT, Flow, Snakemake, run_body, snakemake_server
 
 LATER = {"train": 2, "eval": 2, "export": 2, "report": 1}
@@ -192,6 +192,14 @@ def test_a_cache_that_is_not_kept_is_dropped_after_training_and_not_made_again(f
     assert flow("--dry-run").planned == {}
 
 
+def test_a_cache_that_was_cleaned_is_made_again_only_for_a_drafter_that_needs_it(finished: Flow) -> None:
+    """What `draftmill status` says too."""
+    shutil.rmtree(finished.run_folder / "cache")
+    assert finished("--dry-run").planned == {}
+    finished.set("train.learning_rate", 1e-3)
+    assert finished("--dry-run").planned == {"extract": 2, **LATER}
+
+
 def test_verify_is_a_target_of_its_own(finished: Flow) -> None:
     assert finished("--dry-run", "verify").planned == {"verify": 1}
 
@@ -282,9 +290,7 @@ def test_new_rows_cost_only_the_parts_that_they_change(finished: Flow) -> None:
 
 
 def test_shaping_covers_every_setting_of_the_cache() -> None:
-    """A setting that makes consumers refuse a cache must also make Snakemake make it again."""
-    from data.part import cache_settings
-
+    """A setting that makes consumers refuse a cache also makes Snakemake make it again, and no other does."""
     base = Run.model_validate(run_body())
     changes = {
         "target": {"dtype": "float32", "revision": "a", "gpus": 2},
@@ -293,11 +299,27 @@ def test_shaping_covers_every_setting_of_the_cache() -> None:
     }
     for section, fields in changes.items():
         for field, value in fields.items():
-            body = copy.deepcopy(run_body())
-            body[section][field] = value
-            changed = Run.model_validate(body)
-            if cache_settings(changed) != cache_settings(base):
-                assert shaping(changed, "extract") != shaping(base, "extract"), f"{section}.{field}"
+            changed = with_setting(section, field, value)
+            refused = cache_settings(changed) != cache_settings(base)
+            assert refused == (shaping(changed, "extract") != shaping(base, "extract")), f"{section}.{field}"
+
+
+def test_who_answers_shapes_tokens_and_cache_alike_and_how_many_at_once_neither() -> None:
+    def server(**settings: Any) -> Run:
+        return with_setting("data", "regenerate", {"server": {"url": "http://a/v1", **settings}})
+
+    base = server()
+    for changed, shapes in ((server(model="m"), True), (server(concurrency=3), False), (server(retries=0), False)):
+        assert (shaping(changed, "regenerate") != shaping(base, "regenerate")) == shapes
+        assert (cache_settings(changed) != cache_settings(base)) == shapes
+    kept = {"train": [{"path": "rows.jsonl"}], "regenerate": {"server": {"url": "http://a/v1"}}}
+    assert not [name for name in cache_settings(Run.model_validate(run_body(data=kept))) if "regenerate" in name]
+
+
+def with_setting(section: str, field: str, value: Any) -> Run:
+    body = copy.deepcopy(run_body())
+    body[section][field] = value
+    return Run.model_validate(body)
 
 
 def test_the_snakefile_is_formatted() -> None:

@@ -430,6 +430,26 @@ def test_a_dead_reader_ends_the_run_with_its_error(successor: Run, monkeypatch: 
         train(renamed(successor, "reader", max_steps=5))
 
 
+def test_a_zeroed_part_of_a_shard_ends_training_and_names_shard_and_row(successor: Run, tmp_path: Path) -> None:
+    run = renamed(successor, "zeroed", max_steps=5)
+    shutil.copytree(Layout.of_cache(run).cache, tmp_path / "plus-one" / "cache")
+    run = run.model_copy(update={"root": str(tmp_path)})
+    hidden = next((tmp_path / "plus-one" / "cache").glob("part-*/shard-*.zarr/hidden/c/0/0/0"))
+    body = hidden.read_bytes()
+    hidden.write_bytes(bytes(len(body) // 2) + body[len(body) // 2 :])
+    with pytest.raises(BadInput, match=r"part-0000/shard-00000\.zarr: row row-\d: not the bytes that were written"):
+        train(run)
+
+
+def test_a_zeroed_head_is_refused_before_step_one(successor: Run, tmp_path: Path) -> None:
+    run = renamed(successor, "beheaded", max_steps=5)
+    shutil.copytree(Layout.of_cache(run).cache, tmp_path / "plus-one" / "cache")
+    head = tmp_path / "plus-one" / "cache" / "head.safetensors"
+    head.write_bytes(head.read_bytes()[:-20_000] + bytes(20_000))
+    with pytest.raises(BadInput, match=r"head\.safetensors has another crc32c .*: run `draftmill extract` again"):
+        train(run.model_copy(update={"root": str(tmp_path)}))
+
+
 @pytest.mark.parametrize(
     ("drafter", "message"),
     [
@@ -532,6 +552,31 @@ def test_teacher_losses_train(tmp_path: Path) -> None:
             losses[f"{extra} {kind}"] = [line["loss"] for line in lines if "loss" in line]
     for name, series in losses.items():
         assert series[-1] < 0.5 * series[0], name
+
+
+def test_rows_prepared_again_make_the_cache_and_its_drafter_stale(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [token_row(i, list(range(20 * i, 20 * i + 26))) for i in range(4)]
+    path = write_run(tmp_path, "moved", "tiny-successor:1", rows, train={"epochs": 1})
+    run = cached(path)
+    train(run)
+    (tmp_path / "moved.jsonl").write_text(json.dumps(token_row(9, list(range(100, 140)))) + "\n")
+    prepare.callback(run_file=str(path), show=None)
+    with pytest.raises(
+        BadInput, match=r"part-0000\.json: made with inputs\.tokens = .*: run `draftmill extract` again"
+    ):
+        train(run)
+    assert exit_code(["verify", str(path), "--fast"]) == 1
+    assert "made with inputs.tokens" in (said := capsys.readouterr().err)
+    assert said.endswith("run `draftmill extract` again\n")
+    extract.callback(run_file=str(path), part=None, force=False)
+    assert exit_code(["verify", str(path), "--fast"]) == 0
+    assert exit_code(["export", str(path)]) == 2
+    assert "train.json: made with inputs.cache = " in capsys.readouterr().err
+    train(run)
+    assert exit_code(["export", str(path)]) == 0
+    assert read_manifest(Layout.of(run).train_manifest("base"), "drafter")["cache"]["run"] == "moved"
 
 
 def test_nothing_of_a_run_is_left_half_written(successor: Run) -> None:

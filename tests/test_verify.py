@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 import stages.cli as cli
 from data.codec import make_codec
 from data.layout import Layout
+from data.part import codec_path
 from data.settings import Run
 from pipeline.audit import limit, relative_error
 from tests.extracting import extract, shards, write_token_parts
@@ -56,7 +58,9 @@ FAULTS = {
     "truncated file": ("bytes, its manifest says", True),
     "missing chunk": ("has no bytes", True),
     "deleted metadata": ("has no bytes", True),
-    "head cut": ("head", True),
+    "head cut": ("head.safetensors has", True),
+    "head zeroed": ("head.safetensors has another crc32c", False),
+    "codec gone": ("codec.safetensors is missing", True),
 }
 
 
@@ -78,12 +82,28 @@ def test_damage_is_named(run: Run, capfd: pytest.CaptureFixture[str], fault: str
         case "head cut":
             head = Layout.of(run).head
             head.write_bytes(head.read_bytes()[:-8])
+        case "head zeroed":
+            head = Layout.of(run).head
+            head.write_bytes(head.read_bytes()[:-20_000] + bytes(20_000))
+        case "codec gone":
+            codec_path(Layout.of(run)).unlink()
     text, fast_finds = FAULTS[fault]
     assert verify(run, "--fast") == (1 if fast_finds else 0)
     assert verify(run) == 1
     error = capfd.readouterr().err
     assert text in error
-    assert fault == "head cut" or shard.name in error
+    assert "head" in fault or "codec" in fault or shard.name in error
+    follow(run, error.splitlines()[-1])
+    assert verify(run) == 0
+
+
+def follow(run: Run, error: str) -> None:
+    """Do what the last line of verify says, word by word."""
+    remedy = re.search(r"(?:: remove (?P<files>.*) and|:) run `draftmill extract` again$", error)
+    assert remedy is not None, error
+    for path in (remedy["files"] or "").split():
+        Path(path).unlink()
+    extract(run, (0, 1))
 
 
 def test_states_of_another_target_are_found(

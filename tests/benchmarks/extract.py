@@ -26,8 +26,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from data.layout import Layout
 from data.manifest import file_record, publish, read_manifest
-from data.part import cache_settings
 from data.settings import Run
+from data.shaping import cache_settings
 from data.tokens import TokenRow, row_hash, write_tokens
 from pipeline.encoder import Teacher, compilations
 from pipeline.target import Target, tap_layers

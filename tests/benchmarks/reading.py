@@ -97,6 +97,7 @@ def opening(root: Path, rows: int = 100_000, rows_a_shard: int = 25) -> float:
         body = part_body(run, codec, range(5), 1000, {}, {}, {})
         shards = rows // 8 // rows_a_shard
         table = {"row_id": "", "length": 1000, "states": 1000, "teacher": 0, "eligible": 100, "validation": False}
+        table |= {"state_crc32c": 0, "teacher_crc32c": 0}
         records = [
             {
                 "name": f"shard-{shard:05d}.zarr",

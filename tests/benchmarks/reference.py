@@ -6,10 +6,10 @@
 The first form runs nothing. One line a drafter, checkpoint and benchmark: pooled acceptance length with its bootstrap
 interval, the same over the first prompts alone, and its ratio to what it is compared with, with the interval of a
 paired bootstrap over all prompts: in the first run that is the run's first drafter, in other runs the first run's
-drafter of the same name. `--codecs` first runs the whole path (Snakemake) once a codec, each from a copy of the run file
-under the run's root; a path that fails is said and leaves its line out. `--out` keeps the lines as JSON, from which
-`tests.benchmarks.readme` makes the README's table. Do not give `--codecs` a run file whose answers are regenerated
-unless each codec shall regenerate them.
+drafter of the same name. `--codecs` first runs the whole path (Snakemake) once a codec, each from a copy of the run
+file under the run's root; a path that fails is said and leaves its line out. `--out` keeps the lines as JSON, from
+which `tests.benchmarks.readme` makes the README's table. Do not give `--codecs` a run file whose answers are
+regenerated unless each codec shall regenerate them.
 """
 
 from __future__ import annotations

@@ -29,7 +29,6 @@ from pipeline.optimizer import Optimizer
 from pipeline.products import NarrowWeights
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-MODES = ("whole", "compile", "eager")
 
 
 def compiler(mode: str, deterministic: bool = False) -> Callable[[Function], Function]:

@@ -14,6 +14,7 @@ import click
 from data.errors import BadInput, Failure
 from data.layout import Layout, part_name
 from data.manifest import State, file_record, fingerprint, publish, read_json, read_manifest, write_bytes
+from data.provenance import refuse, stale_prompts
 from data.settings import Run, load_run
 from data.shaping import shaping
 
@@ -66,6 +67,7 @@ class Regeneration:
         self.log = self.manifest.with_name(f".{part_name(part)}.answers.jsonl")
         self.state = State(self.manifest.with_name(f".{part_name(part)}.state.json"))
         self.source = read_manifest(self.prompts, "prompts")
+        refuse(stale_prompts(run, part, self.source))
         self.shape = {"settings": json.loads(shaping(run, "regenerate")), "prompts": self.source["fingerprint"]}
         self.wanted = fingerprint(self.shape)
 

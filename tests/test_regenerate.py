@@ -104,6 +104,14 @@ def greedy(target: Any, prompt: list[int], limit: int) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
+def test_prompts_prepared_with_other_settings_are_not_answered(run_of: MakeRun) -> None:
+    path, run = run_of(ROWS[:2])
+    path.write_text(path.read_text().replace("max_length: 160", "max_length: 99"))
+    with pytest.raises(BadInput, match=r"data\.max_length = 160, this run wants 99: run `draftmill prepare` again"):
+        regenerate(path)
+    assert not Layout.of(run).tokens(0).exists()
+
+
 def test_answers_are_those_of_generate(run_of: MakeRun, tiny_target: Any) -> None:
     path, run = run_of(ROWS[:9], parts=2, regenerate={"max_new_tokens": 8})
     regenerate(path)

@@ -3,8 +3,8 @@
     python -m tests.benchmarks.reading --folder /dev/shm          # 48 rows of 5 x 4096, fp8: about 1 GB
     python -m tests.benchmarks.reading --codec bf16 --rows 24 --threads 2
 
-Prints GB/s of encoded states copied into buffers made once: memory-mapped, through Zarr, and through Zarr with zstd
-(bytes after decompression; `ratio` is what zstd saved on these Gaussian states, real ones save other amounts).
+Prints GB/s of encoded states copied into buffers made once, and checked: memory-mapped, through Zarr, and through Zarr
+with zstd (bytes after decompression; `ratio` is what zstd saved on these Gaussian states, real ones save other amounts).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     python -m tests.benchmarks.reading --codec bf16 --rows 24 --threads 2
 
 Prints GB/s of encoded states copied into buffers made once, and checked: memory-mapped, through Zarr, and through Zarr
-with zstd (bytes after decompression; `ratio` is what zstd saved on these Gaussian states, real ones save other amounts).
+with zstd (bytes after decompression; `ratio` is what zstd saved on these Gaussian states; real ones differ).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from data.settings import Run, load_run
 from pipeline import devices, preflight
 from pipeline.job import job
 from pipeline.targets_tiny import make_tiny
-from stages import cli, status
+from stages import cli, doctor, status
 from tests.finished import finish, make
 from tests.flow import run_body
 
@@ -321,6 +321,8 @@ def test_doctor_counts_the_gpus_that_are_asked_for(
 ) -> None:
     monkeypatch.setattr(devices, "describe", list)
     monkeypatch.setattr(devices, "visible", lambda: ["GPU-1"])
+    # Not tried: it would lease that GPU, for as long as this process of tests lives.
+    monkeypatch.setattr(doctor, "_selftest", lambda: preflight.Check("compile and capture", "ok", "not tried"))
     checks = asked(run_file, capsys, drafters={"base": {"gpus": 2}})
     assert checks["drafters.base.gpus"]["found"] == "2 GPUs wanted, 1 here"
     assert "target.gpus" not in checks

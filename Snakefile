@@ -90,6 +90,9 @@ def prepared(path):
     """Path of a part, known only once `prepare` has run: what it writes of parts lies beside what it declares."""
 
     def of_part(wildcards):
+        # A dry run of a new run need not try: what it cannot know would make it plan all of it twice.
+        if workflow.dryrun and not HERE.prepared.exists():
+            return HERE.prepared
         checkpoints.prepare.get()
         return path(int(wildcards.part))
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from data.errors import BadInput
+from data.errors import BadInput, Failure
 from data.layout import Layout
-from data.manifest import file_record, read_manifest, understood
+from data.lock import locked
+from data.manifest import file_record, publish, read_manifest, understood
 from data.part import AGAIN
 
 
@@ -91,6 +93,28 @@ def head_damage(layout: Layout, identity: Mapping[str, Any], fast: bool = False)
     if not fast and file_record(layout.head, layout.cache) != wanted:
         return f"{layout.head} has another crc32c than its manifest says"
     return None
+
+
+def publish_head(layout: Layout, identity: Mapping[str, Any], make: Callable[[], TargetHead]) -> None:
+    """Write the head that `make` gives, and its manifest, unless they are there, whole and of `identity`.
+
+    Safe among parts. Raises Failure when the disk does not take it.
+    """
+    with locked(layout.cache / ".head.lock"):
+        if head_damage(layout, identity) is None:
+            return
+        temporary = layout.head.with_name(".head.tmp")
+        try:
+            save_head(make(), temporary)
+        except SafetensorError as error:
+            raise Failure(
+                f"{layout.head}: cannot write ({error}): free some space and run the same command again"
+            ) from None
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, layout.head)
+        about = {**identity, "files": [file_record(layout.head, layout.cache)]}
+        publish(layout.head.with_suffix(".json"), "head", about)
 
 
 def load_head(path: Path) -> TargetHead:

@@ -9,9 +9,8 @@ codec are the same for all parts, written once, and made again where they are mi
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,8 +19,7 @@ import click
 
 from data.errors import BadInput, Failure
 from data.layout import Layout, part_name
-from data.lock import locked
-from data.manifest import State, file_record, fingerprint, publish, read_manifest
+from data.manifest import State, file_record, fingerprint, read_manifest
 from data.provenance import refuse, stale_tokens
 from data.settings import Run, load_run
 from data.shaping import cache_settings
@@ -30,6 +28,7 @@ if TYPE_CHECKING:
     from data.codec import Codec
     from pipeline.encoder import Teacher
     from pipeline.extraction import Extraction, Meter, Shard
+    from pipeline.head import TargetHead
     from pipeline.job import Job
     from pipeline.target import Target
     from pipeline.windows import Sizes, Window, Work
@@ -76,12 +75,17 @@ class Machine:
 
     def share_head(self, layout: Layout, target: Mapping[str, Any], device: str) -> None:
         """See to it that the head of `target` (its record) is there, every byte of it; once for all parts."""
+        from pipeline.head import publish_head
         from pipeline.target import load_config, rope_scaling
+
+        def make() -> TargetHead:
+            loaded = self.target(device)
+            return loaded.head().to("cpu", loaded.dtype)
 
         if not self._head:
             identity = {"target": target, "dtype": f"torch.{self.run.target.dtype}"}
             identity["rope_scaling"] = rope_scaling(load_config(self.run))
-            publish_head(layout, identity, lambda: self.target(device))
+            publish_head(layout, identity, make)
             self._head = True
 
     def extraction(self, layer_ids: tuple[int, ...], codec: Codec, teacher: Teacher) -> Extraction:
@@ -391,29 +395,3 @@ class Part:
         for record in self.folder.glob("shard-*.json"):
             if record.with_suffix(".zarr").name not in keep:
                 record.unlink()
-
-
-def publish_head(layout: Layout, identity: Mapping[str, Any], load: Callable[[], Target]) -> None:
-    """Write `head.safetensors` and its manifest unless they are there, whole and of `identity`; safe among parts.
-
-    `load` gives the target, should it be needed.
-    """
-    from safetensors import SafetensorError
-
-    from pipeline.head import head_damage, save_head
-
-    with locked(layout.cache / ".head.lock"):
-        if head_damage(layout, identity) is None:
-            return
-        target, temporary = load(), layout.head.with_name(".head.tmp")
-        try:
-            save_head(target.head().to("cpu", target.dtype), temporary)
-        except SafetensorError as error:
-            raise Failure(
-                f"{layout.head}: cannot write ({error}): free some space and run the same command again"
-            ) from None
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, layout.head)
-        about = {**identity, "files": [file_record(layout.head, layout.cache)]}
-        publish(layout.head.with_suffix(".json"), "head", about)

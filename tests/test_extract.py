@@ -383,7 +383,7 @@ def test_broken_states_are_refused_by_row(
     broken.model.model.layers[3].register_forward_hook(lambda module, given, output: output * value)
     monkeypatch.setattr("pipeline.target.load_target", lambda run, device: broken)
     monkeypatch.setattr(Part, "_on_policy", lambda self: {})
-    monkeypatch.setattr("stages.extract.publish_head", lambda *arguments: None)
+    monkeypatch.setattr("pipeline.head.publish_head", lambda *arguments: None)
     with pytest.raises(Failure, match=rf"shard-0000\d\.zarr: row row-\d+: its state at position \d+, tap 2 is {what}"):
         extract(run)
     assert not shards(run)

@@ -19,7 +19,7 @@ from snakemake.exceptions import WorkflowError
 
 from data.errors import BadInput
 from data.layout import Layout
-from data.manifest import SINCE
+from data.manifest import SINCE, State
 from data.settings import load_run
 from data.shaping import benchmark_files, shaping, source_files
 from pipeline.devices import visible
@@ -99,6 +99,18 @@ def prepared(path):
     return of_part
 
 
+def unended():
+    """Manifests of rows, tokens and cache whose work was begun and has no end: a job that failed, or a manifest that was
+    deleted to force one. Snakemake itself takes what is missing before a later output for what was cleaned away."""
+    if RUN.cache.run is not None or not HERE.folder.exists():
+        return []
+    work = [(HERE.prepared, HERE.prepare_state)]
+    for part in PARTS:
+        work += [(HERE.tokens(part), HERE.tokens_state(part))] if REGENERATE else []
+        work += [(HERE.cache_part(part), HERE.cache_state(part))]
+    return [manifest for manifest, state in work if State(state).wanted(manifest, RUN.extract.keep)]
+
+
 def share_of_cores(jobs):
     """Cores for one of `jobs` that run side by side: a GPU's share where there are GPUs, else the machine's."""
     return RUN.jobs.cpus_per_gpu if CLUSTER else max(1, workflow.cores // (GPUS or jobs))
@@ -144,6 +156,11 @@ rule all:
     input:
         needs(
             HERE.report,
+            # What a failed job has lost lies before outputs that are there: it is asked for by its own name.
+            *map(HERE.train_manifest, RUN.drafters),
+            *(map(HERE.eval_manifest, RUN.drafters) if RUN.eval.benchmarks else ()),
+            *map(HERE.export_manifest, RUN.drafters),
+            *unended(),
             *([] if RUN.extract.keep or RUN.cache.run else [HERE.dropped]),
         ),
 

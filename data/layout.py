@@ -46,6 +46,17 @@ class Layout:
         """Manifest of what `prepare` read, kept and dropped; written after those of all parts."""
         return self.folder / "prompts" / "accounting.json"
 
+    @property
+    def prepare_state(self) -> Path:
+        """Whether the work of `prepare` is done, or was begun (`State` of data/manifest.py); likewise the next two."""
+        return self.folder / "prompts" / "state.json"
+
+    def tokens_state(self, part: int) -> Path:
+        return self.folder / "tokens" / f".{part_name(part)}.state.json"
+
+    def cache_state(self, part: int) -> Path:
+        return self.cache / part_name(part) / "state.json"
+
     def tokens(self, part: int) -> Path:
         """Manifest of a part's token rows; the table lies beside it with suffix `.parquet`."""
         return self.folder / "tokens" / f"{part_name(part)}.json"

@@ -195,6 +195,16 @@ class State:
             return True
         return False
 
+    def wanted(self, manifest: Path, kept: bool = True) -> bool:
+        """True when a manifest is missing although its work was begun: a job that failed, or one that is to be forced.
+
+        Of work that is not `kept` once others have used it, only one that failed.
+        """
+        if manifest.exists():
+            return False
+        status = self.read().get("status")
+        return status == "running" or (status == "done" and kept)
+
     def forced(self, manifest: Path) -> bool:
         """True when finished work has lost its manifest: set the old work aside and start over."""
         return self.read().get("status") == "done" and not manifest.exists()

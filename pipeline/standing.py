@@ -13,7 +13,7 @@ from typing import Any
 
 from data.errors import BadInput
 from data.layout import Layout
-from data.manifest import read_manifest, understood
+from data.manifest import State, read_manifest, understood
 from data.provenance import (
     Stale,
     cache_fingerprint,
@@ -33,6 +33,8 @@ class Artefact:
 
     there: bool
     why: str | None = None
+    begun: bool = False
+    """Missing although its work was begun: interrupted, or to be forced."""
 
     @property
     def current(self) -> bool:
@@ -50,10 +52,18 @@ def artefacts(run: Run) -> dict[str, list[Artefact]]:
     layout, own_cache = Layout.of(run), run.cache.run is None
     parts = range(run.extract.parts) if own_cache else ()
     prompts = [_look(layout.prompts(part), "prompts", partial(stale_prompts, run, part)) for part in parts]
-    cache = [_look(layout.cache_part(part), "cache", partial(stale_part, run, part)) for part in parts]
+    cache = [
+        _look(layout.cache_part(part), "cache", partial(stale_part, run, part), _wanted(run, layout.cache_state(part)))
+        for part in parts
+    ]
     tokens = []
     if run.data.responses == "regenerate":
-        tokens = [_look(layout.tokens(part), "tokens", partial(stale_tokens, run, part)) for part in parts]
+        tokens = [
+            _look(
+                layout.tokens(part), "tokens", partial(stale_tokens, run, part), _wanted(run, layout.tokens_state(part))
+            )
+            for part in parts
+        ]
         tokens = [each.after(source) for each, source in zip(tokens, prompts, strict=True)]
     cache = [each.after(source) for each, source in zip(cache, tokens or prompts, strict=True)]
     now = _fingerprint(run)
@@ -78,9 +88,18 @@ def artefacts(run: Run) -> dict[str, list[Artefact]]:
     }
 
 
-def _look(path: Path, kind: str, judge: Callable[[dict[str, Any]], Stale | None]) -> Artefact:
+def _wanted(run: Run, state: Path) -> Callable[[Path], bool]:
+    return partial(State(state).wanted, kept=run.extract.keep)
+
+
+def _look(
+    path: Path,
+    kind: str,
+    judge: Callable[[dict[str, Any]], Stale | None],
+    wanted: Callable[[Path], bool] = lambda path: False,
+) -> Artefact:
     if not path.exists():
-        return Artefact(False)
+        return Artefact(False, begun=wanted(path))
     try:
         with understood(path, "make it again"):
             stale = judge(read_manifest(path, kind))
@@ -121,4 +140,4 @@ def needed(found: dict[str, list[Artefact]]) -> dict[str, bool]:
 
 def has_work(made: list[Artefact], needed: bool) -> bool:
     """Whether a stage has something to make: what is out of date, and what is missing and needed."""
-    return any(each.why or (needed and not each.there) for each in made)
+    return any(each.why or each.begun or (needed and not each.there) for each in made)

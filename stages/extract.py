@@ -110,7 +110,7 @@ class Part:
         self.layout = Layout.of(run)
         self.manifest = self.layout.cache_part(part)
         self.folder = self.layout.cache / part_name(part)
-        self.state = State(self.folder / "state.json")
+        self.state = State(self.layout.cache_state(part))
         self.table = self.layout.tokens(part).with_suffix(".parquet")
         self.tokens = read_manifest(self.layout.tokens(part), "tokens")
         refuse(stale_tokens(run, part, self.tokens))

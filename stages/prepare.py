@@ -58,7 +58,7 @@ class Preparation:
         self.parts = run.extract.parts
         self.folder = self.layout.prompts(0).parent
         self.spills = self.folder / ".chunks"
-        self.state = State(self.folder / "state.json")
+        self.state = State(self.layout.prepare_state)
         self.keep = run.data.responses == "keep"
         self.rows_read = 0
 

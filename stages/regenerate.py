@@ -65,7 +65,7 @@ class Regeneration:
         self.manifest = layout.tokens(part)
         self.prompts = layout.prompts(part)
         self.log = self.manifest.with_name(f".{part_name(part)}.answers.jsonl")
-        self.state = State(self.manifest.with_name(f".{part_name(part)}.state.json"))
+        self.state = State(layout.tokens_state(part))
         self.source = read_manifest(self.prompts, "prompts")
         refuse(stale_prompts(run, part, self.source))
         self.shape = {"settings": json.loads(shaping(run, "regenerate")), "prompts": self.source["fingerprint"]}

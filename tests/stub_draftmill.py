@@ -3,8 +3,9 @@
     stub_draftmill.py RECORD COMMAND RUN.yaml [--part P] [--drafter NAME] ...
 
 Each call appends its arguments to the file RECORD (with `$STUB_STAMP` at its end, and when it began and ended).
-`$STUB_FAIL` names commands that fail, `$STUB_SLEEP` gives the seconds that each call takes, `$STUB_CHANGED` the number
-of a part whose content changes. Run files must be JSON here. The standard library only: calls stay cheap.
+`$STUB_FAIL` names commands that fail and leave the state of interrupted work, `$STUB_SLEEP` gives the seconds that each
+call takes, `$STUB_CHANGED` the number of a part whose content changes. Run files must be JSON here. The standard
+library only: calls stay cheap.
 """
 
 import json
@@ -25,10 +26,18 @@ def main(record: Path, command: str, run_file: str, *options: str) -> int:
     time.sleep(float(os.environ.get("STUB_SLEEP", 0)))
     if stamp:
         _note(record, [command, *options, started, time.time()])
+    part = f"part-{int(given.get('--part', 0)):04d}.json"
+    states = {
+        "prepare": "prompts/state.json",
+        "regenerate": f"tokens/.{part[:-5]}.state.json",
+        "extract": f"cache/{part[:-5]}/state.json",
+    }
     if command in os.environ.get("STUB_FAIL", "").split(","):
         print(f"error: {command} was told to fail", file=sys.stderr)
+        if command in states:
+            (folder / states[command]).parent.mkdir(parents=True, exist_ok=True)
+            (folder / states[command]).write_text('{"status": "running"}')
         return 1
-    part = f"part-{int(given.get('--part', 0)):04d}.json"
     drafter = given.get("--drafter", "")
     parts = [f"part-{number:04d}.json" for number in range(body["extract"]["parts"])]
     keep = body["data"].get("responses", "keep") == "keep"

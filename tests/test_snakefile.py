@@ -229,6 +229,18 @@ def test_a_failing_stage_ends_the_flow_and_names_it(flow: Flow) -> None:
     assert flow().code == 0
 
 
+@pytest.mark.parametrize("stage", ["prepare", "regenerate", "extract", "train", "eval", "export", "report"])
+def test_a_finished_run_whose_change_failed_on_the_way_goes_on(finished: Flow, stage: str) -> None:
+    """Outputs of before the change are there, after the one that the failed job has lost."""
+    finished.set("data.max_length", 300)
+    assert finished(STUB_FAIL=stage).code != 0
+    again = finished()
+    assert again.code == 0, again.output
+    stages = list(WHOLE)
+    assert set(again.planned) >= set(stages[stages.index(stage) :])
+    assert finished().planned == {}
+
+
 def test_what_a_killed_snakemake_left_needs_no_flag_but_unlock(flow: Flow) -> None:
     killer = f"""
 import threading, time

@@ -298,7 +298,7 @@ rule eval:
     params:
         settings=lambda wildcards: shaping(RUN, "eval", wildcards.drafter),
     retries: RUN.jobs.retries
-    threads: share_of_cores(len(RUN.drafters))
+    threads: share_of_cores(1)  # without a GPU alone: what it times would be other jobs' doing
     resources:
         gpu=RUN.target.gpus,
         mem_mb=RUN.jobs.memory_mb,

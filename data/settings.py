@@ -169,7 +169,7 @@ class Data(Section):
 
     train: Annotated[tuple[Source, ...], Field(min_length=1)]
     """Sources of training rows."""
-    validation: Share | tuple[Source, ...] = 0.02
+    validation: Annotated[float, Field(ge=0.0, lt=1.0)] | tuple[Source, ...] = 0.02
     """Share of the rows held out by a stable hash of the row id, or sources of their own."""
     responses: Literal["keep", "regenerate"] = "keep"
     """Train on the rows' own answers, or let the target answer (on-policy answers are worth the most)."""

@@ -87,9 +87,10 @@ def head_damage(layout: Layout, identity: Mapping[str, Any], fast: bool = False)
         return f"{about} is missing or damaged"
     if other := [field for field, value in identity.items() if made.get(field) != value]:
         return f"{layout.head} is that of another {other[0]}"
-    if not layout.head.exists() or layout.head.stat().st_size != size:
-        have = layout.head.stat().st_size if layout.head.exists() else "no"
-        return f"{layout.head} has {have} bytes, its manifest says {size}"
+    if not layout.head.exists():
+        return f"{layout.head} is gone"
+    if layout.head.stat().st_size != size:
+        return f"{layout.head} has {layout.head.stat().st_size} bytes, its manifest says {size}"
     if not fast and file_record(layout.head, layout.cache) != wanted:
         return f"{layout.head} has another crc32c than its manifest says"
     return None

@@ -257,6 +257,8 @@ class Trainer:
                 if step == start:  # compiling and capturing, which take minutes, lie behind
                     self._expect_steps()
                 self._save_or_stop(done, last)
+                if last:  # with the validation that only now is there
+                    bar.tell(told(line, self.walked))
                 if done % train.checkpoint_every == 0 or done % train.validate_every == 0:
                     self._clock(done, loader)
 

@@ -79,6 +79,17 @@ def _files(run: Run) -> Iterator[Check]:
     for path in (*source_files(run), *benchmark_files(run)):
         if not Path(path).exists():
             yield Check("file", "failure", f"{path} does not exist", "paths are relative to the folder you run in")
+    for name, benchmark in run.eval.benchmarks.items():
+        if benchmark.path is not None and Path(benchmark.path).exists():
+            yield guarded(f"benchmark {name}", partial(_benchmark, run, name), "see `eval.benchmarks`")
+
+
+def _benchmark(run: Run, name: str) -> Check:
+    """A benchmark's file can be read to its end."""
+    from data.benchmarks import load_benchmark
+
+    prompts = load_benchmark(name, run.eval.benchmarks[name])
+    return Check(f"benchmark {name}", "ok", f"{len(prompts)} prompts")
 
 
 def _wanted_gpus(run: Run) -> Iterator[Check]:

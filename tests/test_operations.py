@@ -27,7 +27,7 @@ from tests.flow import run_body
 def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text(yaml.safe_dump(run_body()))
-    Path("rows.jsonl").write_text("{}\n")
+    Path("rows.jsonl").write_text('{"turns": ["Say a word."]}\n')
     return "run.yaml"
 
 
@@ -281,6 +281,16 @@ def test_doctor_fails_on_files_that_are_not_there(run_file: str, capsys: pytest.
     assert cli.exit_code(["doctor", run_file, "--json"]) == 1
     found = [check for check in json.loads(capsys.readouterr().out) if check["name"] == "file"]
     assert found[0]["found"] == "rows.jsonl does not exist"
+
+
+def test_doctor_reads_benchmarks(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("good.jsonl").write_text('{"turns": ["Say a word."]}\n')
+    Path("other.jsonl").write_text('{"conversations": [{"from": "human", "value": "Say a word."}]}\n')
+    paths = {name: {"path": f"{name}.jsonl"} for name in ("good", "other")}
+    checks = asked(run_file, capsys, eval={"benchmarks": paths})
+    assert checks["benchmark good"]["found"] == "1 prompts"
+    assert checks["benchmark other"]["status"] == "failure"
+    assert "needs `turns`" in checks["benchmark other"]["found"]
 
 
 def test_doctor_chooses_mask_tokens(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -206,6 +206,11 @@ def test_taps_that_are_not_kept_are_refused_and_those_that_are_pass(tmp_path: Pa
     assert load_run(write(tmp_path, body)).drafters["base"].taps == (4,)
 
 
+def test_rows_must_be_left_to_train_on(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"data\.validation"):
+        load_run(write(tmp_path, changed("data.validation", 1.0)))
+
+
 def test_a_drafters_overrides_go_over_train_key_by_key(tmp_path: Path) -> None:
     body = changed("train", {"epochs": 3, "loss": {"kind": "dpace", "alpha": 0.3}})
     body["drafters"] = {"base": {}, "other": {"train": {"loss": {"alpha": 0.7}}}}

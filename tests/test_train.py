@@ -160,7 +160,7 @@ def test_the_log_shows_everything_that_training_measures(
     assert [line.split(" train base: ")[1].partition(" ")[0] for line in lines] == ["4/12", "12/12"], "first and last"
     assert [line for line in screen if "loss" in line] == [f"train base | {line[21:]}" for line in lines]
     assert re.search(
-        r"; epoch \d+, loss \d\.\d{4}, slots \d+ \d+ \d+ % right, validation acceptance \d\.\d{3} at step 6, "
+        r"; epoch \d+, loss \d\.\d{4}, slots \d+ \d+ \d+ % right, validation acceptance \d\.\d{3} at step 12, "
         r"[\d.]+ ms/step, [\d,]+ context tokens/s, [\d.e-]+ TFLOP/s, waiting for data: \d+ %$",
         lines[-1],
     )

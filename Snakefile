@@ -108,7 +108,10 @@ def unended():
     for part in PARTS:
         work += [(HERE.tokens(part), HERE.tokens_state(part))] if REGENERATE else []
         work += [(HERE.cache_part(part), HERE.cache_state(part))]
-    return [manifest for manifest, state in work if State(state).wanted(manifest, RUN.extract.keep)]
+    try:
+        return [manifest for manifest, state in work if State(state).wanted(manifest, RUN.extract.keep)]
+    except BadInput as error:
+        raise WorkflowError(str(error)) from None
 
 
 def share_of_cores(jobs):

@@ -218,6 +218,17 @@ def test_a_bad_run_file_is_one_clear_line(flow: Flow) -> None:
     assert "did you mean `learning_rate`?" in result.output
 
 
+def test_a_damaged_state_is_one_clear_line(finished: Flow) -> None:
+    state = finished.run_folder / "prompts" / "state.json"
+    state.write_text("{")
+    (finished.run_folder / "prompts" / "accounting.json").unlink()
+    result = finished("--dry-run")
+    assert result.code != 0
+    assert "state.json" in result.output
+    assert "delete it to start over" in result.output
+    assert "Traceback" not in result.output
+
+
 def test_a_failing_stage_ends_the_flow_and_names_it(flow: Flow) -> None:
     flow.set("jobs.retries", 1)
     result = flow(STUB_FAIL="train")

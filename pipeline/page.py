@@ -43,6 +43,7 @@ def _subtitle(story: Story) -> str:
 
 def _sections(story: Story, pictures: Mapping[str, str]) -> Iterable[Section]:
     everyone = [*story.drafters, *story.others]
+    yield "stale", "Out of date", _lines(story, story.stale)
     yield "acceptance", "Acceptance", _acceptance(story, everyone, pictures)
     yield "slots", "Slot by slot", "".join(_slots(drafter, pictures) for drafter in everyone)
     yield "context", "Context length", _context(everyone, pictures)
@@ -52,7 +53,7 @@ def _sections(story: Story, pictures: Mapping[str, str]) -> Iterable[Section]:
     yield "data", "Data and cache", data_section(story, pictures)
     yield "examples", "Generations", _examples(everyone)
     yield "settings", "Settings and fingerprints", _settings(story)
-    yield "missing", "Not in this report", _missing(story)
+    yield "missing", "Not in this report", _lines(story, story.missing)
 
 
 def _tiles(story: Story) -> str:
@@ -89,10 +90,10 @@ def _of(body: Body) -> str:
     return escape(f"{body['drafter']} on {body['benchmark']}")
 
 
-def _missing(story: Story) -> str:
+def _lines(story: Story, lines: Iterable[str]) -> str:
     folder = f"{story.run.folder}/"
-    lines = "".join(f"<li>{escape(line.replace(folder, ''))}</li>" for line in story.missing)
-    return f'<ul class="note">{lines}</ul>' if lines else ""
+    items = "".join(f"<li>{escape(line.replace(folder, ''))}</li>" for line in lines)
+    return f'<ul class="note">{items}</ul>' if items else ""
 
 
 def _acceptance(story: Story, everyone: list[DrafterStory], pictures: Mapping[str, str]) -> str:

@@ -20,6 +20,7 @@ from data.layout import Layout
 from data.manifest import read_json, read_manifest
 from data.settings import Run
 from pipeline.journal import statuses
+from pipeline.standing import artefacts
 
 Body = dict[str, Any]
 STAGES = ("prepare", "regenerate", "extract", "verify", "train", "eval", "export", "report")
@@ -95,7 +96,8 @@ class StageTime:
 @dataclass(frozen=True)
 class Story:
     """All of a run. `others` are drafters that were only evaluated, `servers` what `eval --server` found, `account`
-    what became of the rows that were read; `missing` says in plain words what could not be shown, and what makes it.
+    what became of the rows that were read; `missing` says in plain words what could not be shown, and what makes it;
+    `stale` what is shown although the run file asks for something else by now, and why.
     """
 
     run: Run
@@ -108,6 +110,7 @@ class Story:
     tokens: Body | None
     times: list[StageTime]
     missing: list[str]
+    stale: list[str]
 
 
 def gather(run: Run) -> Story:
@@ -132,7 +135,16 @@ def gather(run: Run) -> Story:
         missing.attempt(lambda: _example(layout, run)),
         list(stage_times(run)),
         missing.lines,
+        list(out_of_date(run)),
     )
+
+
+def out_of_date(run: Run) -> Iterator[str]:
+    """What is there although the run file asks for something else by now: stage and reason."""
+    for stage, made in artefacts(run).items():
+        reasons = dict.fromkeys(each.why for each in made if each.why is not None)
+        if stage != "report":  # which is about to be made
+            yield from (f"{stage}: {reason}" for reason in reasons)
 
 
 class _Missing:

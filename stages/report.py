@@ -47,4 +47,6 @@ def command(run_file: str, to: Path | None) -> None:
         write_bytes(page, render(story, drawn).encode())
         for line in story.missing:
             say(f"not in the report: {line}")
+        for line in story.stale:
+            say(f"warning: shown, but out of date: {line}")
         say(f"{page}: {len(drawn)} pictures")

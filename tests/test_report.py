@@ -16,9 +16,10 @@ from data.accounting import Accounting
 from data.layout import Layout
 from data.manifest import publish, write_json
 from data.settings import Data, Run, load_run
-from pipeline.report import gather, metrics_lines
+from pipeline.report import gather, metrics_lines, out_of_date
 from stages.report import command
 from tests.benchmarks import reference
+from tests.finished import finish
 from tests.flow import ROOT
 from tests.report_samples import (
     DRAFTERS,
@@ -86,6 +87,7 @@ def test_the_page_is_whole_and_fetches_nothing(finished: tuple[Run, str]) -> Non
 def test_every_section_stands_there_with_its_pictures(finished: tuple[Run, str]) -> None:
     run, html = finished
     assert re.findall(r'<h2 id="(\w+)"', html) == [
+        "stale",  # these manifests are samples, no run's
         "acceptance", "slots", "context", "training", "speed", "time", "data", "examples", "settings", "missing"
     ]  # fmt: skip
     assert html.count("<svg") == 5 + 3 * len(DRAFTERS)
@@ -295,3 +297,13 @@ def test_a_codec_study_changes_name_and_codec_only(tmp_path: Path) -> None:
     ]
     same = {"name": run.name, "extract": run.extract}
     assert all(one.model_copy(update=same) == run for one in made)
+
+
+def test_what_is_out_of_date_is_told(tmp_path: Path) -> None:
+    run = sample_run(tmp_path)
+    finish(run)
+    assert list(out_of_date(run)) == []
+    changed = run.model_copy(update={"train": run.train.model_copy(update={"learning_rate": 1e-5})})
+    first = next(out_of_date(changed))
+    assert first.startswith("train: ")
+    assert "learning_rate" in first

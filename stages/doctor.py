@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
@@ -15,6 +16,9 @@ from data.settings import Jobs, Run, load_run
 from data.shaping import benchmark_files, source_files
 from pipeline import devices, preflight
 from pipeline.preflight import Check, guarded
+
+ONE_LINE = 1000
+"""Columns of a table that nobody looks at on a terminal: a check is one line there."""
 
 
 @click.command("doctor")
@@ -170,4 +174,4 @@ def _table(checks: list[Check]) -> None:
     for check in checks:
         colour = colours[check.status]
         table.add_row(check.name, f"[{colour}]{check.status}[/{colour}]", escape(check.found), escape(check.remedy))
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else ONE_LINE).print(table)

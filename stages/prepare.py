@@ -277,6 +277,8 @@ class Preparation:
                 f"{dropped} of {kept + dropped} rows dropped, more than data.max_dropped {limit:g}: {why}; "
                 f"each is listed in {listed}"
             )
+        if dropped:
+            say(f"{dropped} dropped rows are listed in {listed}")
 
 
 def made_from(manifest: Path) -> str | None:

@@ -119,5 +119,6 @@ def make_step(cache: MemoryCache, drafter_config: DrafterConfig, train: Train, *
     ends = head(drafter_config.vocab_size, drafter_config.hidden_size, 1, device, dtype)
     codec = cache.codec.to(device)
     options = {"mode": mode, "dtype": dtype, "dense": dense, "fp8": fp8, "noise": train.state_noise}
+    options["deterministic"] = train.deterministic
     step = Step(drafter, ends, codec, None, shape, rule, optimizer, **options)
     return step, plan

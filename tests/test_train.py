@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import shutil
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -23,6 +26,7 @@ from data.errors import BadInput, Failure, Stopped
 from data.layout import Layout
 from data.manifest import read_manifest
 from data.settings import Run, load_run
+from pipeline import devices
 from pipeline.checkpoint import CheckpointWriter, choose, list_checkpoints, load_drafter
 from pipeline.decode import Answer, Engine, Prompt
 from pipeline.graphs import Step
@@ -101,10 +105,12 @@ def decode(run: Run, prompts: list[list[int]], limit: int = LIMIT, stop_ids: tup
 
 @pytest.fixture(scope="module")
 def successor(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A cache of 8 rows of a target that always continues +1."""
+    """A cache of 8 rows of a target that always continues +1. Made on the CPU, whatever is there."""
     folder = tmp_path_factory.mktemp("successor")
     rows = [token_row(i, list(range(20 * i, 20 * i + PROMPT + LIMIT))) for i in range(8)]
-    return cached(write_run(folder, "plus-one", "tiny-successor:1", rows))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(devices._Held, "lease", devices.Lease(()))
+        return cached(write_run(folder, "plus-one", "tiny-successor:1", rows))
 
 
 @pytest.fixture(scope="module")
@@ -125,8 +131,16 @@ def answered(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, list[list[i
 
 def train(run: Run, work: Job | None = None) -> dict[str, torch.Tensor]:
     train_drafter(run, "base", work or Job("train", "test"))
+    return last_weights(run)
+
+
+def last_weights(run: Run) -> dict[str, torch.Tensor]:
     info = choose(Layout.of(run).checkpoints("base"), "last")[0]
     return dict(load_drafter(info.path, "cpu", torch.float32).named_parameters())
+
+
+def metrics_of(run: Run) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Layout.of(run).metrics("base").read_text().splitlines()]
 
 
 def renamed(run: Run, name: str, **changes: Any) -> Run:
@@ -239,10 +253,70 @@ def test_interrupted_training_gives_the_same_bits(successor: Run, accumulate: in
     assert [info.step for info in list_checkpoints(Layout.of(broken).checkpoints("base"))] == [17]
     found = train(broken)
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    losses = [
-        [(m["step"], m["loss"]) for m in map(json.loads, Layout.of(r).metrics("base").read_text().splitlines())]
-        for r in (straight, broken)
-    ]
+    losses = [[(line["step"], line["loss"]) for line in metrics_of(run)] for run in (straight, broken)]
+    assert losses[0] == losses[1]
+
+
+def interrupt(path: str, number: int, after: int) -> None:
+    """`draftmill train` that gets signal `number` once it has launched `after` steps: for a process of its own.
+
+    SIGKILL waits for a checkpoint, which is written beside the steps.
+    """
+    folder, original, asked = Layout.of(load_run(path)).checkpoints("base"), Job.stop_requested, itertools.count(1)
+
+    def stop_requested(self: Job) -> bool:
+        if next(asked) == after:
+            while number == signal.SIGKILL and not list_checkpoints(folder):
+                time.sleep(0.01)
+            os.kill(os.getpid(), number)
+        return original(self)
+
+    Job.stop_requested = stop_requested
+    sys.exit(exit_code(["train", path]))
+
+
+def train_apart(run: Run, lease: devices.Lease, number: int = 0, after: int = 0) -> int:
+    """Train in a fresh process on the devices of `lease`, interrupted when `number` is a signal; its exit code.
+
+    What it compiles it finds under the run's root alone.
+    """
+    path = Path(run.root) / f"{run.name}.yaml"
+    path.write_text(yaml.safe_dump(run.model_dump(mode="json", by_alias=True, exclude_unset=True)))
+    own = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(__file__).parents[1]), **lease.environment()}
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"} | own
+    code = f"from tests.test_train import interrupt; interrupt({str(path)!r}, {int(number)}, {after})"
+    return subprocess.run([sys.executable, "-c", code], env=environment, timeout=280).returncode
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(("number", "after", "code"), [(signal.SIGTERM, 17, 75), (signal.SIGKILL, 22, -9)])
+def test_on_a_gpu_training_that_another_process_goes_on_with_gives_the_same_bits(
+    successor: Run, accumulate: int, number: signal.Signals, after: int, code: int
+) -> None:
+    changes = {
+        "context_tokens": 128,
+        "anchor_slots": 96,
+        "max_steps": 26,
+        "batches_per_step": accumulate,
+        "checkpoint_every": 17 if number == signal.SIGKILL else 1000,
+        "log_every": 7,
+        "state_noise": 0.05,
+        "deterministic": True,
+    }
+    lease = devices.Lease((os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0],))
+    straight = renamed(successor, f"gpu-straight-{accumulate}-{number.name}", **changes)
+    broken = renamed(successor, f"gpu-broken-{accumulate}-{number.name}", **changes)
+    assert train_apart(straight, lease) == 0
+    assert train_apart(broken, lease, number, after) == code
+    assert [info.step for info in list_checkpoints(Layout.of(broken).checkpoints("base"))] == [17]
+    assert train_apart(broken, lease) == 0
+    assert metrics_of(broken)[-1]["memory_gib"], "on the GPU"
+    assert any(Layout.of(broken).compiled.iterdir()), "kernels that all three share"
+    expected, found = last_weights(straight), last_weights(broken)
+    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+    losses = [[(line["step"], line["loss"]) for line in metrics_of(run)] for run in (straight, broken)]
     assert losses[0] == losses[1]
 
 

@@ -1,6 +1,7 @@
 """Time of one training step: forward, backward, clip, fp32-master optimizer, on random rows.
 
     python -m tests.benchmarks.step --shape 8b [--fp8] [--modes whole,compile,eager] [--against specforge]
+    python -m tests.benchmarks.step --shape 8b --deterministic          # what bit-for-bit resume costs, in rows beside
     torchrun --nproc-per-node 2 -m tests.benchmarks.step --shape 8b     # data-parallel, a batch a rank
 
 Prints one table: milliseconds a step on the device (median of `--steps`), that time as a part of SpecForge's,
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import statistics
@@ -83,12 +85,15 @@ def train_settings(shape: Shape, **changes: Any) -> Train:
     return Train(**{**sizes, "batches_per_step": 1, "epochs": 1, "graphs": "whole", **changes})
 
 
-def build(shape: Shape, mode: str, fp8: bool, device: str, codec: str = "bf16") -> tuple[Step, float]:
+def build(
+    shape: Shape, mode: str, fp8: bool, device: str, codec: str = "bf16", deterministic: bool = False
+) -> tuple[Step, float]:
     """A step with one batch in its inputs, warmed up and captured; and the seconds that took."""
     rows = [length - 1 for length in shape.rows]
     cache = MemoryCache(codec, 5, shape.width, shape.vocab, rows, prompt=shape.prompt)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    step, plan = make_step(cache, drafter_config(shape), train_settings(shape), mode=mode, device=device, dtype=dtype,
+    train = train_settings(shape, deterministic=deterministic)
+    step, plan = make_step(cache, drafter_config(shape), train, mode=mode, device=device, dtype=dtype,
                            dense=device != "cuda", fp8=fp8)  # fmt: skip
     views = step.shape.host_views(np.zeros(step.shape.offsets()[1], np.uint8))
     fill(cache, step.shape, plan.step(0)[0], views)
@@ -134,9 +139,11 @@ def memory_peak(device: str, before: int) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**30 if device == "cuda" else 0.0
 
 
-def ours(name: str, mode: str, fp8: bool, steps: int, device: str) -> dict[str, Any]:
+def ours(name: str, mode: str, fp8: bool, steps: int, device: str, deterministic: bool = False) -> dict[str, Any]:
+    if deterministic:
+        torch._dynamo.reset()  # nothing that it compares says so: it would take the kernels of the rows before
     before = memory_before(device)
-    step, first = build(SHAPES[name], mode, fp8, device)
+    step, first = build(SHAPES[name], mode, fp8, device, deterministic=deterministic)
 
     def run() -> None:
         step.micro(True, True)
@@ -145,7 +152,7 @@ def ours(name: str, mode: str, fp8: bool, steps: int, device: str) -> dict[str, 
     result = measure(run, steps, device)
     flops = step_flops(step.drafter.config, step.shape, 1)
     ranks = f", {step.world} ranks" if step.world > 1 else ""
-    who = f"draftmill {mode}{' fp8' if fp8 else ''}{ranks}"
+    who = f"draftmill {mode}{' fp8' if fp8 else ''}{' deterministic' if deterministic else ''}{ranks}"
     loss = float(step.take_sums()["loss"])
     return {"who": who, "shape": name, **result, "tflops": flops / result["ms"] / 1e9,
             "gib": memory_peak(device, before), "first_s": first, "loss": loss}  # fmt: skip
@@ -198,6 +205,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--modes", help="comma-separated: whole (default on a GPU), compile, eager (default elsewhere)")
     parser.add_argument("--fp8", action="store_true", help="float8 products too")
+    parser.add_argument("--deterministic", action="store_true", help="rows with train.deterministic too")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--against", choices=["specforge"])
     parser.add_argument("--json", help="write the rows here too")
@@ -207,11 +215,13 @@ def main() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     rows = []
-    for mode in (arguments.modes or ("whole" if device == "cuda" else "eager")).split(","):
-        for fp8 in (False, True) if arguments.fp8 else (False,):
-            rows.append(ours(arguments.shape, mode, fp8, arguments.steps, device))
-            if int(os.environ.get("RANK", "0")) == 0:
-                print(rows[-1], flush=True)
+    modes = (arguments.modes or ("whole" if device == "cuda" else "eager")).split(",")
+    narrow = (False, True) if arguments.fp8 else (False,)
+    fixed = (False, True) if arguments.deterministic else (False,)
+    for deterministic, mode, fp8 in itertools.product(fixed, modes, narrow):
+        rows.append(ours(arguments.shape, mode, fp8, arguments.steps, device, deterministic))
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(rows[-1], flush=True)
     if arguments.against:
         rows += theirs(arguments.shape, arguments.steps, device, rows[0])
     if dist.is_initialized():

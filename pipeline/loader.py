@@ -56,7 +56,8 @@ class Loader:
         self.plans, self.count, self.fill, self.cuda = plans, count, fill, device.type == "cuda"
         size = shape.offsets()[1]
         self.free: deque[_Host] = deque()
-        for _ in range(min(HOST_BUFFERS, count) if self.cuda else readers + 1):
+        self.buffers = min(HOST_BUFFERS, count) if self.cuda else readers + 1
+        for _ in range(self.buffers):
             buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self.cuda)
             self.free.append(_Host(buffer, shape.host_views(buffer.numpy())))
         self.slots = [self._slot(size, device) for _ in range(DEVICE_SLOTS)] if self.cuda else []
@@ -125,6 +126,7 @@ class Loader:
         """
         index = self._given
         self._given += 1
+        self._give_back()
         if not self.cuda:
             host = self._wait_full(index)
             static.copy_(host.buffer)
@@ -139,10 +141,16 @@ class Loader:
         slot.free.record(current)
         self._copy_ahead(index)
 
+    def _give_back(self) -> None:
+        """Give host buffers whose copy is over back to the readers. When copies hold all of them, the host is that far
+        ahead of the device: then it waits for the oldest, since no reader could fill what it asks for next."""
+        while self._copying and (len(self._copying) == self.buffers or self._copying[0][0].query()):
+            over, host = self._copying.popleft()
+            over.synchronize()
+            self._release(host)
+
     def _copy_ahead(self, index: int) -> None:
-        """Start the copy of the next batch if it is there; give back host buffers whose copy is over."""
-        while self._copying and self._copying[0][0].query():
-            self._release(self._copying.popleft()[1])
+        """Start the copy of the next batch if it is there."""
         if self._copied == index + 1 < self.count and self._copied in self._full:
             self._start_copy(self._wait_full(self._copied))
 

@@ -15,6 +15,7 @@ import resource
 import shutil
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -90,8 +91,18 @@ class RandomPart(Part):
     def _model(self, target: Target) -> dict[str, Any]:
         return {}
 
+    def _check_drafters(self) -> None:
+        pass
+
     def _on_policy(self) -> dict[str, Any]:
         return {}
+
+
+class RandomMachine(Machine):
+    """A machine whose target is not on disk. Its head, which is no part of the states, is not written."""
+
+    def share_head(self, layout: Layout, target: Mapping[str, Any], device: str) -> None:
+        pass
 
 
 def random_target(shape: str, device: str, dtype: torch.dtype) -> Target:
@@ -174,7 +185,7 @@ def measure(options: argparse.Namespace, root: Path, codec: str, target: Target)
     run = Run.model_validate({"name": "bench", "root": str(root), "extract": extract, **sections})
     tokens = write_rows(run, options.rows, target.vocab, *options.lengths)
     with ExitStack() as stack:
-        machine = Machine(run, stack)
+        machine = RandomMachine(run, stack)
         machine._target = target
         work = SimpleNamespace(device=str(target.device), check_stop=lambda: None)
         part = RandomPart(run, 0, machine, work, force=True)

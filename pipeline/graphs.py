@@ -135,7 +135,8 @@ class Step:
         copies = self.narrow.copies if self.narrow is not None and optimizer.muon is None else {}
         optimizer.attach(copies, wrap)
         self.refresh_apart = self.narrow is not None and not copies
-        self.loss = ChunkedLoss(head, rule, shape.blocks, fp8=fp8, compiled=wrap)
+        kernel = device.type == "cuda" and mode != "eager"
+        self.loss = ChunkedLoss(head, rule, shape.blocks, fp8=fp8, compiled=wrap, kernel=kernel)
         self.buffer = torch.zeros(shape.offsets()[1], dtype=torch.uint8, device=device)
         self.inputs = shape.device_views(self.buffer)
         self.matches = torch.zeros(shape.blocks, dtype=torch.int32, device=device)

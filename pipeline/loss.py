@@ -95,6 +95,13 @@ def float8_step(scale: Tensor, bound: float) -> Tensor:
     return (scale * (bound / torch.finfo(E5M2).max)).reshape(())
 
 
+def row_weights(labels: Tensor, decay: Tensor, scale: Tensor, bound: float | None) -> tuple[Tensor, Tensor]:
+    """Weights [A, K] of cross entropy, 0 where a label is invalid; and what they are in units of a float8 gradient
+    (`bound` None: the same)."""
+    weights = decay * (labels >= 0) * scale
+    return weights, weights if bound is None else weights / float8_step(scale, bound)
+
+
 def chunk_gradient(
     logits: Tensor, labels: Tensor, decay: Tensor, scale: Tensor, rule: LossRule, head: Shape, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -148,7 +155,8 @@ def teacher_gradient(logits: Tensor, teacher: Tensor, weights: Tensor, kind: str
 class ChunkedLoss:
     """Loss and its gradient for hidden states [Q, H] of a batch, `chunk_blocks` blocks at a time.
 
-    `compiled` wraps the element-wise part (identity for eager).
+    `compiled` wraps the element-wise part (identity for eager). With `kernel` a kernel of our own takes the place of
+    cross entropy's (`pipeline/loss_kernel.py`: a CUDA device), except under a multiplier or a soft-cap.
     """
 
     def __init__(
@@ -160,14 +168,16 @@ class ChunkedLoss:
         chunk_logits: int = CHUNK_LOGITS,
         fp8: bool = False,
         compiled: Callable[[Callable], Callable] = lambda function: function,
+        kernel: bool = False,
     ) -> None:
         self.head, self.rule, self.fp8 = head, rule, fp8
         rows = chunk_logits // head.lm_head.shape[0]
         self.chunk_blocks = max(1, min(blocks, rows // rule.block_size))
         self.decay = torch.from_numpy(decay_weights(rule.block_size, rule.decay)).to(head.lm_head.device)
         self.chunk_gradient, self.teacher_gradient = compiled(chunk_gradient), compiled(teacher_gradient)
-        self.quantise = compiled(quantise)
+        self.quantise, self.row_weights = compiled(quantise), compiled(row_weights)
         self.shape = Shape(head.logit_multiplier, head.softcap)
+        self.kernel = kernel and rule.kind == "cross_entropy" and self.shape == Shape(1.0, None)
         if fp8:
             require_float8_sides("lm_head", head.lm_head)
             rows, self.weight_scale = quantise(head.lm_head, E4M3)
@@ -199,13 +209,30 @@ class ChunkedLoss:
         hits = torch.zeros(B - 1, dtype=torch.int64, device=hidden.device)
         for low in range(0, len(blocks), self.chunk_blocks):
             high = min(low + self.chunk_blocks, len(blocks))
-            rows = blocks[low:high, 1:].reshape(-1, hidden.shape[-1])
-            part, hit, dlogits = self._chunk(self.logits(rows), batch, low, high)
-            drows = self.hidden_gradient(dlogits, batch["scale"], hidden.dtype)
+            part, hit, drows = self._rows(blocks[low:high, 1:].reshape(-1, hidden.shape[-1]), batch, low, high)
             gradient[low:high, 1:] = drows.view(high - low, B - 1, -1)
             loss, hits = loss + part, hits + hit.sum(0)
         counts = (batch["labels"] >= 0).sum(0)
         return LossOutput(loss, hits, counts), gradient.view_as(hidden)
+
+    def _rows(self, rows: Tensor, batch: Mapping[str, Tensor], low: int, high: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss [], hits [A, K] and the gradient of the hidden states `rows` [N, H] of blocks low .. high. A chunk's
+        logits are gone when it returns, before the next chunk makes its own."""
+        if self.kernel:
+            loss, hits, dlogits = self._by_kernel(self.logits(rows), batch["labels"][low:high], batch["scale"])
+        else:
+            loss, hits, dlogits = self._chunk(self.logits(rows), batch, low, high)
+        return loss, hits, self.hidden_gradient(dlogits, batch["scale"], rows.dtype)
+
+    def _by_kernel(self, logits: Tensor, labels: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`chunk_gradient` of cross entropy. The gradient takes the logits' place; in float8 it has one of its own."""
+        from pipeline.loss_kernel import write_gradient
+
+        weights, gains = self.row_weights(labels, self.decay, scale, self.rule.bound(self.shape) if self.fp8 else None)
+        gradient = torch.empty_like(logits, dtype=E5M2) if self.fp8 else logits
+        losses, hits = torch.empty_like(weights), torch.empty_like(labels)
+        write_gradient(logits, labels, weights, gains, gradient, losses, hits)
+        return losses.sum(), hits, gradient
 
     def _chunk(self, logits: Tensor, batch: Mapping[str, Tensor], low: int, high: int) -> tuple[Tensor, Tensor, Tensor]:
         labels, scale, distilled = batch["labels"][low:high], batch["scale"], self.rule.kind in ("kl", "tv")

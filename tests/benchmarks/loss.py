@@ -9,9 +9,10 @@ gradient of hidden states against float32. Weights are those of training, exp(-(
 invalid, unless the row says `unweighted`. Ours cuts slot 0 of each block out and puts it back, and counts hits; the
 others are handed their rows cut, and count none.
 
-Rows `ours, N Mi` have chunks of at most N * 2^20 logits that divide the batch evenly; `ours` is the product. Liger
-(`liger-kernel`) and CCE (`cut-cross-entropy`) run where they are installed. What fails has the reason in its row; what
-has not begun after `--seconds` is not run; GRACE seconds later a hanging one is given up, and the tables come out.
+`ours` is the product, `compiled` the same without its kernel; rows `ours, N Mi` have chunks of at most N * 2^20 logits
+that divide the batch evenly. Liger (`liger-kernel`) and CCE (`cut-cross-entropy`) run where they are installed. What
+fails has the reason in its row; what has not begun after `--seconds` is not run; GRACE seconds later a hanging one is
+given up, and the tables come out.
 Needs a CUDA device; `--shape tiny` runs on a CPU.
 """
 
@@ -132,10 +133,11 @@ def reference(rows: Tensor, lm_head: Tensor, targets: Tensor) -> tuple[Tensor, T
 RULE = LossRule("cross_entropy", BLOCK_SIZE, DECAY, alpha=0.5, distill=1.0)
 
 
-def ours(case: Case, chunk_logits: int = CHUNK_LOGITS, fp8: bool = False, kind: type[ChunkedLoss] = ChunkedLoss) -> Run:
+def ours(case: Case, chunk_logits: int = CHUNK_LOGITS, fp8: bool = False, kernel: bool = True) -> Run:
     """The product's loss, compiled as its step compiles it."""
     blocks, batch = len(case.labels), {"labels": case.labels, "scale": case.scale}
-    loss = kind(case.head, RULE, blocks, chunk_logits=chunk_logits, fp8=fp8, compiled=compiler("compile"))
+    sizes = {"chunk_logits": chunk_logits, "fp8": fp8, "kernel": kernel and case.hidden.is_cuda}
+    loss = ChunkedLoss(case.head, RULE, blocks, compiled=compiler("compile"), **sizes)
 
     def run() -> tuple[Tensor, Tensor]:
         output, gradient = loss(case.hidden, batch)
@@ -147,53 +149,6 @@ def ours(case: Case, chunk_logits: int = CHUNK_LOGITS, fp8: bool = False, kind: 
 def ours_even(case: Case, chunk_logits: int, **options: Any) -> Run:
     """Ours with chunks of one size, so that one shape is compiled."""
     return ours(case, case.even_blocks(chunk_logits) * BLOCK_SIZE * case.head.lm_head.shape[0], **options)
-
-
-def ours_safe_softmax(case: Case) -> Run:
-    """Ours with the largest logit and the sum found in passes of their own: 2 exponentials an element, not 3."""
-    import torch._inductor.config as inductor
-
-    inner = ours_even(case, CHUNK_LOGITS)
-
-    def run() -> tuple[Tensor, Tensor]:
-        with inductor.patch(online_softmax=False):
-            return inner()
-
-    return run
-
-
-class SplitLoss(ChunkedLoss):
-    """The hidden gradient summed over quarters of the vocabulary, for widths that give a GPU too few tiles."""
-
-    def hidden_gradient(self, gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        parts, heads = gradient.unflatten(1, (4, -1)).transpose(0, 1), self.head.lm_head.unflatten(0, (4, -1))
-        wide = {"out_dtype": torch.float32} if gradient.is_cuda else {}
-        return torch.bmm(parts, heads, **wide).sum(0).to(dtype)
-
-
-def ours_in_place(case: Case, chunk_logits: int) -> Run:
-    """Logits in one buffer that becomes their gradient, by one kernel that reads each row twice."""
-    from tests.benchmarks.loss_kernel import write_gradient
-
-    lm_head, decay = case.head.lm_head, torch.from_numpy(decay_weights(BLOCK_SIZE, DECAY)).to(case.hidden.device)
-    size, count = case.even_blocks(chunk_logits) * (BLOCK_SIZE - 1), len(case.rows)
-    logits = case.hidden.new_empty(size, len(lm_head))
-    losses, hits = case.scale.new_empty(count), case.labels.new_empty(count)
-
-    def run() -> tuple[Tensor, Tensor]:
-        weights = (decay * (case.labels >= 0) * case.scale).flatten()
-        rows, labels = without_anchors(case.hidden), case.labels.flatten()
-        slopes, gradient = torch.empty_like(rows), torch.zeros_like(case.hidden)
-        for low in range(0, count, size):
-            part = slice(low, low + size)
-            torch.mm(rows[part], lm_head.t(), out=logits)
-            write_gradient(logits, labels[part], weights[part], losses[part], hits[part])
-            torch.mm(logits, lm_head, out=slopes[part])
-        gradient.view(-1, BLOCK_SIZE, rows.shape[1])[:, 1:] = slopes.view(-1, BLOCK_SIZE - 1, rows.shape[1])
-        hits.view(-1, BLOCK_SIZE - 1).sum(0)  # nobody reads it here; ours pays for it
-        return losses.sum(), gradient
-
-    return run
 
 
 def backward(case: Case, loss_of: Callable[[Tensor], Tensor]) -> Run:
@@ -265,23 +220,18 @@ def cce(case: Case, filter_eps: str | None) -> Run:
 
 def contenders() -> Mapping[str, Callable[[Case], Run]]:
     """Name -> what makes that way's run on a case; in the order of what would be missed most."""
-    sizes = (100, 50, 25, 12)
     return {
         "ours": ours,
-        "ours in place, 200 Mi": partial(ours_in_place, chunk_logits=CHUNK_LOGITS),
-        "ours in place, 25 Mi": partial(ours_in_place, chunk_logits=25 << 20),
+        "ours, compiled": partial(ours, kernel=False),
+        "ours fp8": partial(ours, fp8=True),
+        "ours fp8, compiled": partial(ours, fp8=True, kernel=False),
         "liger none": partial(liger, reduction="none"),
         "liger sum, unweighted": partial(liger, reduction="sum"),
-        "ours fp8": partial(ours, fp8=True),
         "dense, compiled": dense,
-        "ours, 200 Mi": partial(ours_even, chunk_logits=CHUNK_LOGITS),
-        "ours, 200 Mi, product split": partial(ours_even, chunk_logits=CHUNK_LOGITS, kind=SplitLoss),
-        **{f"ours, {size} Mi": partial(ours_even, chunk_logits=size << 20) for size in sizes},
-        "ours, 200 Mi, softmax not online": ours_safe_softmax,
         "torch linear_cross_entropy": torch_own,
         "cce": partial(cce, filter_eps="auto"),
         "cce, exact": partial(cce, filter_eps=None),
-        "ours, 400 Mi": partial(ours_even, chunk_logits=400 << 20),
+        **{f"ours, {size} Mi": partial(ours_even, chunk_logits=size << 20) for size in (100, 50, 25)},
         "liger sum, unweighted, budget 8": partial(liger, reduction="sum", budget=8),
     }
 

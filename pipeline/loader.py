@@ -62,7 +62,8 @@ class Loader:
             self.free.append(_Host(buffer, shape.host_views(buffer.numpy())))
         self.slots = [self._slot(size, device) for _ in range(DEVICE_SLOTS)] if self.cuda else []
         self.stream = torch.cuda.Stream() if self.cuda else None
-        self.waited = 0.0
+        self._waited = 0.0
+        self._gaps: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._full: dict[int, _Host] = {}
         self._copying: deque[tuple[torch.cuda.Event, _Host]] = deque()
         self._taken = self._copied = self._given = 0
@@ -102,17 +103,22 @@ class Loader:
             self._taken += 1
             return self._taken - 1, self.free.popleft()
 
+    def waited(self) -> float:
+        """Seconds so far in which whoever computes had nothing to do for want of a batch: the device, between the end
+        of its work and a batch's arrival, as far as it has come; without one, the host."""
+        while self._gaps and self._gaps[0][1].query():
+            idle, arrival = self._gaps.popleft()
+            self._waited += idle.elapsed_time(arrival) / 1e3
+        return self._waited
+
     def _wait_full(self, index: int) -> _Host:
-        start = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: index in self._full or self._error is not None)
             if isinstance(self._error, BadInput):  # damaged bytes: it names them, and the remedy
                 raise BadInput(str(self._error)) from self._error
             if self._error is not None:
                 raise Failure(f"a reader died: {self._error}") from self._error
-            host = self._full.pop(index)
-        self.waited += time.perf_counter() - start
-        return host
+            return self._full.pop(index)
 
     def _release(self, host: _Host) -> None:
         with self._changed:
@@ -128,15 +134,21 @@ class Loader:
         self._given += 1
         self._give_back()
         if not self.cuda:
+            start = time.perf_counter()
             host = self._wait_full(index)
+            self._waited += time.perf_counter() - start
             static.copy_(host.buffer)
             self._release(host)
             return
+        current = torch.cuda.current_stream()
+        idle, arrival = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        idle.record(current)
         if self._copied == index:
             self._start_copy(self._wait_full(index))
         slot = self.slots[index % DEVICE_SLOTS]
-        current = torch.cuda.current_stream()
         current.wait_event(slot.ready)
+        arrival.record(current)
+        self._gaps.append((idle, arrival))
         static.copy_(slot.buffer, non_blocking=True)
         slot.free.record(current)
         self._copy_ahead(index)

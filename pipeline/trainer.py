@@ -287,7 +287,7 @@ class Trainer:
         return bool(flag.item())
 
     def _clock(self, step: int, loader: Loader) -> None:
-        self._since, self._since_step, self._since_wait = time.perf_counter(), step, loader.waited
+        self._since, self._since_step, self._since_wait = time.perf_counter(), step, loader.waited()
 
     def _log(self, done: int, loader: Loader) -> dict[str, Any]:
         """Fetch the sums of the interval (the host waits here), look for bad numbers, write a line; gives it back."""
@@ -308,7 +308,7 @@ class Trainer:
             "context_tokens_per_s": sum(map(self.plan.context_states, range(done - steps, done))) / seconds,
             "labels_per_s": int(host["counts"].sum()) / interval * steps / seconds,
             "tflops": step_flops(self.config, self.shape, self.settings.batches_per_step) * steps / seconds / 1e12,
-            "wait_share": (loader.waited - self._since_wait) / seconds,
+            "wait_share": (loader.waited() - self._since_wait) / seconds,
             "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if self.device.type == "cuda" else None,
         }
         if not math.isfinite(line["loss"]):

@@ -21,7 +21,7 @@ COPY_SECONDS = 0.002
 class Event:
     """Over some time after it was recorded, as a copy is."""
 
-    def __init__(self) -> None:
+    def __init__(self, enable_timing: bool = False) -> None:
         self.over = 0.0
 
     def record(self, stream: Any = None) -> None:
@@ -29,6 +29,9 @@ class Event:
 
     def query(self) -> bool:
         return time.monotonic() >= self.over
+
+    def elapsed_time(self, later: Event) -> float:
+        return 1e3 * (later.over - self.over)
 
     def synchronize(self) -> None:
         time.sleep(max(0.0, self.over - time.monotonic()))
@@ -68,3 +71,5 @@ def test_a_host_far_ahead_of_its_device_gets_every_batch_in_order(slow_device: N
     thread.join(10)
     assert got == list(range(count))
     feed.close()
+    time.sleep(COPY_SECONDS)
+    assert 0 <= feed.waited() < 10

@@ -14,8 +14,8 @@ this shape: writing one is not measured. The host waits for the device at each l
 - in memory: share of the cache's bytes in the page cache as the process starts, by mincore;
 - first step s: from the process's start to the end of step 1, which is the first line's time less 4 median steps;
 - compiled s: what the stage itself says of its compiling and capturing (a CPU compiles nothing);
-- ms a step: median over lines after the first 5 steps; waiting, mean and most: `wait_share` of the same lines, what the
-  host waited for readers. It runs ahead of the device, which need not feel all of that;
+- ms a step: median over lines after the first 5 steps; waiting, mean and most: `wait_share` of the same lines, the
+  share of time in which the device (on a CPU the host) had nothing to do for want of a batch;
 - GB read: what the process had from disk until it was killed, its libraries too.
 """
 

@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.loss [--shape small,smollm2,8b] [--json FILE]
 
-Each way to compute it runs on every shape, and one markdown table a shape says: milliseconds (median of 20, of fewer
+Each way to compute it runs on every shape, and one markdown table says: milliseconds (median of 20, of fewer
 where one call is slow), whether that is a CUDA graph's replay or plain calls (what reads a number back to the host
 cannot be captured), peak GiB beyond what was held before, relative error of the loss and relative L2 error of the
 gradient of hidden states against float32. Weights are those of training, exp(-(k - 1) / 7) on valid labels, one in ten
@@ -23,7 +23,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -280,33 +280,42 @@ def contend(make: Callable[[Case], Run], case: Case, weighted: bool, device: str
     return {"run": how, "steps": steps, **timed, "gib": memory_peak(device, before), **case.errors(*run(), weighted)}
 
 
-def table(shape: str, rows: list[dict[str, Any]]) -> str:
-    """Markdown of one shape's rows."""
-    lines = [f"| {shape} | ms | run | peak GiB | loss error | gradient error |", "|---|---|---|---|---|---|"]
-    for row in rows:
-        if row["shape"] != shape:
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """One table: a line a way; milliseconds of every shape, and of the last shape memory and errors."""
+    shapes = list(dict.fromkeys(row["shape"] for row in rows))
+    lines = [
+        "| way | "
+        + " | ".join(f"`{shape}` ms" for shape in shapes)
+        + f" | run | `{shapes[-1]}`: peak GiB | loss error "
+        "| gradient error |",
+        "|" + "---|" * (len(shapes) + 5),
+    ]
+    for how in dict.fromkeys(row["how"] for row in rows):
+        mine = {row["shape"]: row for row in rows if row["how"] == how}
+        cells = [f"{mine[shape]['ms']:.3f}" if "ms" in mine.get(shape, {}) else "-" for shape in shapes]
+        measured = [row for row in mine.values() if "ms" in row]
+        if not measured:
+            reason = next(iter(mine.values()))["failed"].replace("|", "/")
+            lines.append(f"| {how} | " + " | ".join(cells) + f" | {reason} | - | - | - |")
             continue
-        if "failed" in row:
-            lines.append(f"| {row['how']} | {row['failed'].replace('|', '/')} | - | - | - | - |")
-            continue
+        last = measured[-1]
         lines.append(
-            f"| {row['how']} | {row['ms']:.3f} | {row['run']} | {row['gib']:.2f} | {row['loss_error']:.1e} | "
-            f"{row['gradient_error']:.1e} |"
+            f"| {how} | " + " | ".join(cells) + f" | {last['run']} | {last['gib']:.2f} | {last['loss_error']:.1e} | "
+            f"{last['gradient_error']:.1e} |"
         )
     return "\n".join(lines)
 
 
-def report(shapes: list[str], rows: list[dict[str, Any]], path: str | None) -> None:
-    for shape in shapes:
-        print(f"\n{table(shape, rows)}", flush=True)
+def report(rows: list[dict[str, Any]], path: str | None) -> None:
+    print(f"\n{markdown(rows)}", flush=True)
     if path:
         with open(path, "w") as file:
             json.dump(rows, file)
 
 
-def give_up(shapes: list[str], rows: list[dict[str, Any]], path: str | None) -> None:
+def give_up(rows: list[dict[str, Any]], path: str | None) -> None:
     """What the watch does when the last row hangs, on the device or in a compiler."""
-    report(shapes, rows, path)
+    report(rows, path)
     os._exit(1)
 
 
@@ -347,13 +356,13 @@ def main() -> None:
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows: list[dict[str, Any]] = []
-    watch = threading.Timer(arguments.seconds + GRACE, give_up, (arguments.shape, rows, arguments.json))
+    watch = threading.Timer(arguments.seconds + GRACE, give_up, (rows, arguments.json))
     watch.daemon = True
     watch.start()
     with torch.cuda.stream(torch.cuda.Stream() if device == "cuda" else None):  # capture wants a stream of its own
         run_all(arguments.shape, rows, arguments.seconds, device)
     watch.cancel()
-    report(arguments.shape, rows, arguments.json)
+    report(rows, arguments.json)
 
 
 if __name__ == "__main__":

@@ -14,14 +14,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks import codecs, reference, step
+from tests.benchmarks import codecs, loss, reference, step, training
 
 README = Path(__file__).parents[2] / "README.md"
 RECORDS = Path(__file__).parent / "records"
 WRITERS: dict[str, Callable[[Sequence[dict[str, Any]]], str]] = {
     "codecs": codecs.markdown,
+    "loss": loss.markdown,
     "reference": reference.markdown,
     "step": step.table,
+    "training": training.table,
 }
 """What makes a table of records, by the first word of their file's name."""
 

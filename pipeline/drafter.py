@@ -7,15 +7,16 @@ head are the target's (`pipeline/head.py`).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from data.errors import BadInput
 from data.rope import FORMS as ROPE_FORMS
@@ -105,6 +106,9 @@ class Linear(nn.Linear):
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
+
+    def reset_parameters(self) -> None:
+        """Leaves the weight unset: `initialise` or a checkpoint fills it. A billion values to no use take seconds."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.joint is not None:
@@ -239,25 +243,58 @@ class Drafter(nn.Module):
 
 def rope_frequencies(config: DrafterConfig) -> tuple[Tensor, float]:
     """Inverse frequencies [D / 2] (float32) and the factor on cos and sin, by transformers' own rules."""
-    parameters = {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta}
+    scaling = config.rope_scaling or {}
+    if scaling.get("rope_type", "default") == "default":
+        powers = torch.arange(0, config.head_dim, 2).float() / config.head_dim
+        return 1.0 / config.rope_theta**powers, 1.0
+    from transformers import Qwen3Config  # here, because training rarely needs them and waits for a second
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
     rotary = Qwen3RotaryEmbedding(
         Qwen3Config(
             hidden_size=config.hidden_size,
             num_attention_heads=config.num_heads,
             head_dim=config.head_dim,
             max_position_embeddings=config.max_position_embeddings,
-            rope_parameters=parameters,
+            rope_parameters={**scaling, "rope_theta": config.rope_theta},
         )
     )
     return rotary.inv_freq.float(), float(rotary.attention_scaling)
 
 
-def initialise(drafter: Drafter, seed: int, std: float = 0.02) -> None:
-    """Normal(0, std) matrices and unit gains, the same on every device and rank for a seed."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
+PIECE = 1 << 22
+"""Weights that one generator draws; another number gives other weights for a seed."""
+
+
+def unset_drafter(config: DrafterConfig, device: torch.device | str) -> Drafter:
+    """A drafter on `device` whose weights `initialise` or a checkpoint is to set: nothing of them is copied there."""
+    drafter = Drafter(config)
+    for parameter in drafter.parameters():
+        parameter.data = torch.empty_like(parameter, device=device)
+    return drafter.to(device)
+
+
+def initialise(drafter: Drafter, seed: int, std: float = 0.02, threads: int | None = None) -> None:
+    """Normal(0, std) matrices and unit gains, the same on every device and rank for a seed.
+
+    Each `PIECE` of the weights has a generator of its own, so that several `threads` make them, and their number (None:
+    by the machine) changes nothing. They share little host memory: fresh pages cost more than the numbers in them.
+    """
+    threads = threads or min(os.cpu_count() or 1, 16)
+    matrices = [parameter.detach().view(-1) for parameter in drafter.parameters() if parameter.ndim == 2]
+    pieces = [piece for matrix in matrices for piece in matrix.split(PIECE)]
+    buffers = torch.empty(threads, PIECE)
+
+    def draw(place: int, buffer: Tensor) -> Tensor:
+        own = np.random.SeedSequence((seed % 2**64, place)).generate_state(1)
+        return buffer.normal_(0.0, std, generator=torch.Generator().manual_seed(int(own[0])))
+
+    with ThreadPoolExecutor(threads) as pool, torch.no_grad():
+        for first in range(0, len(pieces), threads):
+            filled = pieces[first : first + threads]
+            room = [buffer[: len(piece)] for buffer, piece in zip(buffers, filled, strict=False)]
+            for piece, values in zip(filled, pool.map(draw, range(first, len(pieces)), room), strict=True):
+                piece.copy_(values)
         for parameter in drafter.parameters():
-            if parameter.ndim == 2:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
-            else:
+            if parameter.ndim != 2:
                 parameter.fill_(1.0)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from data.errors import BadInput
+
+if TYPE_CHECKING:  # training imports this module, and has no use for transformers
+    from transformers import PreTrainedTokenizerBase
 
 
 def mask_record(tokenizer: PreTrainedTokenizerBase, embedding_rows: int) -> dict[str, Any]:

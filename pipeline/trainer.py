@@ -38,7 +38,7 @@ from pipeline.checkpoint import (
     read_weights,
 )
 from pipeline.console import Progress, say
-from pipeline.drafter import Drafter, initialise
+from pipeline.drafter import Drafter, initialise, unset_drafter
 from pipeline.graphs import Step
 from pipeline.head import TargetHead, head_damage, load_head
 from pipeline.interchange import read_checkpoint
@@ -89,6 +89,7 @@ class Trainer:
         )
 
     def _head(self) -> TargetHead:
+        """The cache's head as it lies in its file, every byte checked; `build` moves it to the device."""
         path = self.cache.layout.head
         if damaged := head_damage(self.cache.layout, {"target": self.cache.manifest["target"]}):
             raise BadInput(f"{damaged}: {AGAIN}")
@@ -98,16 +99,18 @@ class Trainer:
                 f"{path}: head of {list(head.lm_head.shape)} does not fit a cache of width "
                 f"{self.cache.width} and vocabulary {self.cache.vocab_size}: {AGAIN}"
             )
-        return head.to(self.device, resolve_dtype(self.settings, self.device))
+        return head
 
     def build(self) -> None:
         """Make the drafter, the optimizer and the step; nothing runs yet."""
         train, own = self.settings, self.run.drafter(self.name)
-        drafter = Drafter(self.config)
-        initialise(drafter, train.seed)
-        if train.warm_start is not None:
+        dtype = resolve_dtype(train, self.device)
+        self.head = self.head.to(self.device, dtype)
+        drafter = unset_drafter(self.config, self.device)
+        if train.warm_start is None:
+            initialise(drafter, train.seed)
+        else:
             self._warm_start(drafter, train.warm_start)
-        drafter.to(self.device)
         self.optimizer = Optimizer(drafter.named_parameters(), train, self.plan.total_steps)
         taps = self.cache.tap_indices(self.config.target_layer_ids, f"drafter `{self.name}`")
         every = taps == tuple(range(len(self.cache.layer_ids)))
@@ -131,7 +134,7 @@ class Trainer:
             self.rule,
             self.optimizer,
             mode=mode,
-            dtype=resolve_dtype(train, self.device),
+            dtype=dtype,
             fp8=train.fp8,
             noise=train.state_noise,
             deterministic=train.deterministic,

@@ -58,6 +58,12 @@ def test_every_command_loads_without_torch_and_explains_itself() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+def test_training_does_not_wait_for_transformers() -> None:
+    code = "import sys, pipeline.training; print('transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip() == "False"
+
+
 @pytest.mark.parametrize(
     ("error", "code", "line"),
     [

@@ -17,7 +17,6 @@ from data.errors import BadInput
 from data.layout import Layout
 from data.settings import Drafter, Run
 from pipeline import target
-from pipeline.drafter import Drafter as Module
 from pipeline.drafter import rope_frequencies
 from pipeline.fitness import known_target, require_drafter
 from pipeline.interchange_config import write_config
@@ -26,7 +25,7 @@ from pipeline.recipe import Known, design, design_for, occurrences
 from pipeline.target import rope_scaling
 from pipeline.targets_tiny import make_tiny
 from tests.extracting import extract, write_token_parts
-from tests.interchange_samples import tiny_config, tiny_target_info
+from tests.interchange_samples import tiny_config, tiny_target_info, tiny_tensors
 
 MakeRun = Callable[..., Run]
 
@@ -74,7 +73,7 @@ def test_what_a_drafter_starts_from_has_its_shape(make_run: MakeRun, tmp_path: P
         num_layers=6, width=64, vocab_size=320, max_position_embeddings=config.max_position_embeddings
     )
     (tmp_path / "config.json").write_text(json.dumps(write_config(config, info, "zlab", "float32")))
-    save_file(Module(config).state_dict(), tmp_path / "model.safetensors")
+    save_file(tiny_tensors(config), tmp_path / "model.safetensors")
     start = {"warm_start": str(tmp_path)}
     assert require_drafter(make_run("same", drafters={"base": {"layers": 2}}, train=start), "base", known)
     for change, words in (({"layers": 3}, "has num_layers 2, this drafter 3"), ({"taps": [1, 2]}, "has target_layer_")):

@@ -27,7 +27,6 @@ from data.manifest import file_record, inside, read_manifest
 from data.settings import Run, load_run
 from data.sources import decode
 from pipeline.checkpoint import FILES, CheckpointWriter, list_checkpoints, load_drafter
-from pipeline.drafter import Drafter
 from pipeline.head import TargetHead, load_head, save_head
 from pipeline.interchange import open_checkpoint
 from pipeline.interchange_config import write_config
@@ -232,10 +231,10 @@ def test_a_mutated_export_is_read_or_refused(tmp_path: Path) -> None:
 def test_a_mutated_checkpoint_is_read_or_refused(tmp_path: Path) -> None:
     """Its checksums fit, so that the configuration is read: what it says is not to be trusted either."""
     config = tiny_config()
-    folder, drafter = tmp_path / "step-000001", Drafter(config)
+    folder = tmp_path / "step-000001"
     folder.mkdir()
     body = json.loads(json.dumps(config.record()))
-    save_file(drafter.state_dict(), folder / "drafter.safetensors")
+    save_file(tiny_tensors(config), folder / "drafter.safetensors")
     save_file({"step": torch.zeros(())}, folder / "optimizer.safetensors")
 
     def write(changed: Any) -> None:
@@ -260,7 +259,7 @@ def test_a_mutated_checkpoint_is_read_or_refused(tmp_path: Path) -> None:
 def test_a_mutated_meta_of_a_checkpoint_is_read_or_refused(tmp_path: Path) -> None:
     config = tiny_config()
     writer = CheckpointWriter(tmp_path, 1, 1)
-    writer.save(1, config, Drafter(config).state_dict(), {}, {})
+    writer.save(1, config, tiny_tensors(config), {}, {})
     writer.wait()
     folder = tmp_path / "step-000001"
 

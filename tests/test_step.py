@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from data.codec import CODECS
 from data.errors import Failure
 from data.settings import Loss, Train
 from pipeline.batches import BatchPlan, Document, Plan, fill
-from pipeline.drafter import Drafter
+from pipeline.drafter import Drafter, initialise, rope_frequencies, unset_drafter
 from pipeline.graphs import Step
 from pipeline.loss import LossRule, slot_weights
 from tests.synthetic import MemoryCache, config, make_step
@@ -342,3 +344,45 @@ def test_drafter_has_the_released_names() -> None:
     names = dict(Drafter(config(num_layers=3)).named_parameters())
     assert len(names) == 11 * 3 + 3
     assert names["fc.weight"].shape == (32, 3 * 32)
+
+
+def initial(seed: int, threads: int | None = None, device: str = "cpu") -> dict[str, Tensor]:
+    drafter = unset_drafter(config(num_layers=3), device)
+    initialise(drafter, seed, threads=threads)
+    return {name: parameter.detach().cpu() for name, parameter in drafter.named_parameters()}
+
+
+@pytest.mark.parametrize("threads", [1, 3, 64])
+def test_initial_weights_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    monkeypatch.setattr("pipeline.drafter.PIECE", 1000)  # several pieces a matrix, the last of another size
+    weights, others = initial(7), initial(7, threads)
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+def test_initial_weights_are_normal_and_differ_among_parameters_pieces_and_seeds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pipeline.drafter.PIECE", 512)
+    weights = initial(7)
+    assert all((gain == 1).all() for gain in weights.values() if gain.ndim == 1)
+    pieces = [x for weight in weights.values() if weight.ndim == 2 for x in weight.flatten().split(512)]
+    pieces += [initial(seed)["fc.weight"].flatten()[:512] for seed in (8, -1)]
+    whole = torch.cat(pieces)
+    assert abs(whole.std() - 0.02) < 2e-4
+    assert abs(whole.mean()) < 2e-4
+    assert len({tuple(piece[:4].tolist()) for piece in pieces}) == len(pieces)
+
+
+@pytest.mark.gpu
+def test_initial_weights_are_the_same_on_every_device() -> None:
+    weights, others = initial(7), initial(7, device="cuda")
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+@pytest.mark.parametrize(("head_dim", "theta"), [(16, 10000.0), (96, 5e5), (128, 1e6)])
+def test_plain_rope_is_that_of_transformers(head_dim: int, theta: float) -> None:
+    parameters = {"rope_type": "default", "rope_theta": theta}
+    rotary = Qwen3RotaryEmbedding(Qwen3Config(head_dim=head_dim, rope_parameters=parameters))
+    frequencies, factor = rope_frequencies(config(head_dim=head_dim, rope_theta=theta))
+    torch.testing.assert_close(frequencies, rotary.inv_freq, rtol=0, atol=0)
+    assert factor == rotary.attention_scaling

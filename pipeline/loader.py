@@ -140,6 +140,7 @@ class Loader:
             static.copy_(host.buffer)
             self._release(host)
             return
+        self.waited()  # takes what is over off the list
         current = torch.cuda.current_stream()
         idle, arrival = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         idle.record(current)

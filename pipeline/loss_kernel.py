@@ -26,7 +26,7 @@ def row_gradient(
     gain = tl.load(gains_ptr + row)
     # read ahead of the reductions' barriers: behind them another warp may have written here
     named = tl.load(logits_ptr + tl.maximum(label, 0)).to(tl.float32)
-    largest = float("-inf")
+    largest = -3.0e38  # finite: a whole stretch of the row may be -inf
     total = 0.0
     for low in range(0, vocabulary, width):
         columns = low + tl.arange(0, width)

@@ -48,5 +48,5 @@ def command(run_file: str, to: Path | None) -> None:
         for line in story.missing:
             say(f"not in the report: {line}")
         for line in story.stale:
-            say(f"warning: shown, but out of date: {line}")
+            say(f"warning: out of date, and shown as it is: {line}")
         say(f"{page}: {len(drawn)} pictures")

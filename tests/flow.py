@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+PYTHONPATH = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+"""For child processes: this checkout first, and what this process was given besides."""
 STAND_IN = ROOT / "tests" / "stub_draftmill.py"
 STAGE_SERVER = ROOT / "tests" / "stage_server.py"
 
@@ -63,7 +65,7 @@ class Snakemake:
     """The server: Snakemake imported once."""
 
     def __init__(self) -> None:
-        environment = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"} | {"PYTHONPATH": str(ROOT)}
+        environment = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"} | {"PYTHONPATH": PYTHONPATH}
         self.process = subprocess.Popen(
             [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
@@ -106,7 +108,7 @@ def stage_server(folder: Path) -> Iterator[Path]:
     """Real stages, started quickly: the socket to ask."""
     path = folder / "stages"
     command = [sys.executable, str(ROOT / "tests" / "stage_server.py"), str(path)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
+    environment = os.environ | {"PYTHONPATH": PYTHONPATH, "TOKENIZERS_PARALLELISM": "false"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"

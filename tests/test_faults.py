@@ -15,7 +15,7 @@ import yaml
 
 from data.manifest import SINCE
 from pipeline.journal import born, read_status
-from tests.flow import ROOT, Flow, Snakemake, run_body, snakemake_server, stage_server
+from tests.flow import PYTHONPATH, Flow, Snakemake, run_body, snakemake_server, stage_server
 from tests.soak import NOTE_PID, RUN, digest, soak
 
 STAGES = {
@@ -67,7 +67,7 @@ def processor_seconds(arguments: list[str], folder: Path) -> tuple[float, subpro
     done = subprocess.run(
         [sys.executable, "-m", "stages.cli", *arguments],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
         capture_output=True,
         text=True,
     )
@@ -102,7 +102,7 @@ with Workers(Run.model_validate({body}), {{}}, 2) as workers:
 def stage_with_workers(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A process whose two worker processes are at work, and their pids."""
     script = WORKERS.format(body={**run_body(), "root": str(tmp_path)})
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
     process = subprocess.Popen(
         [sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -31,9 +31,8 @@ from pipeline.job import Job
 from pipeline.training import train_drafter
 from stages.cli import exit_code
 from stages.export import command as export
+from tests.flow import PYTHONPATH
 from tests.test_train import cached, token_row, write_run
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +59,7 @@ def run_file(base: Path, name: str, gpus: int, **train: Any) -> Path:
 
 
 def start(path: Path, gpus: str = "") -> subprocess.Popen[str]:
-    own = {"CUDA_VISIBLE_DEVICES": gpus, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DRAFTMILL_LINES": "1"}
+    own = {"CUDA_VISIBLE_DEVICES": gpus, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH, "DRAFTMILL_LINES": "1"}
     environment = os.environ | own
     command = [sys.executable, "-m", "stages.cli", "train", str(path)]
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, cwd=path.parent)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -40,6 +39,7 @@ from pipeline.validation import Walker
 from stages.cli import exit_code
 from stages.extract import command as extract
 from stages.prepare import command as prepare
+from tests.flow import PYTHONPATH
 from tests.interchange_samples import change_a_byte
 
 PROMPT, LIMIT = 6, 40
@@ -257,24 +257,6 @@ def test_interrupted_training_gives_the_same_bits(successor: Run, accumulate: in
     assert losses[0] == losses[1]
 
 
-def interrupt(path: str, number: int, after: int) -> None:
-    """`draftmill train` that gets signal `number` once it has launched `after` steps: for a process of its own.
-
-    SIGKILL waits for a checkpoint, which is written beside the steps.
-    """
-    folder, original, asked = Layout.of(load_run(path)).checkpoints("base"), Job.stop_requested, itertools.count(1)
-
-    def stop_requested(self: Job) -> bool:
-        if next(asked) == after:
-            while number == signal.SIGKILL and not list_checkpoints(folder):
-                time.sleep(0.01)
-            os.kill(os.getpid(), number)
-        return original(self)
-
-    Job.stop_requested = stop_requested
-    sys.exit(exit_code(["train", path]))
-
-
 def train_apart(run: Run, lease: devices.Lease, number: int = 0, after: int = 0) -> int:
     """Train in a fresh process on the devices of `lease`, interrupted when `number` is a signal; its exit code.
 
@@ -282,10 +264,13 @@ def train_apart(run: Run, lease: devices.Lease, number: int = 0, after: int = 0)
     """
     path = Path(run.root) / f"{run.name}.yaml"
     path.write_text(yaml.safe_dump(run.model_dump(mode="json", by_alias=True, exclude_unset=True)))
-    own = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(__file__).parents[1]), **lease.environment()}
-    environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"} | own
-    code = f"from tests.test_train import interrupt; interrupt({str(path)!r}, {int(number)}, {after})"
-    return subprocess.run([sys.executable, "-c", code], env=environment, timeout=280).returncode
+    own = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": PYTHONPATH, **lease.environment()}
+    caches = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    environment = {name: value for name, value in os.environ.items() if name not in caches} | own
+    command = [sys.executable, "-m", "tests.interrupted", str(path), str(int(number)), str(after)]
+    done = subprocess.run(command, env=environment, timeout=280, capture_output=True, text=True)
+    print(done.stderr, file=sys.stderr)
+    return done.returncode
 
 
 @pytest.mark.gpu

@@ -275,7 +275,7 @@ def unset_drafter(config: DrafterConfig, device: torch.device | str) -> Drafter:
 
 
 def initialise(drafter: Drafter, seed: int, std: float = 0.02, threads: int | None = None) -> None:
-    """Normal(0, std) matrices and unit gains, the same on every device and rank for a seed.
+    """Normal(0, std) matrices and unit gains, the same on every device of machines with like processors, for a seed.
 
     Each `PIECE` of the weights has a generator of its own, so that several `threads` make them, and their number (None:
     by the machine) changes nothing. They share little host memory: fresh pages cost more than the numbers in them.

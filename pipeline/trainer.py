@@ -111,6 +111,9 @@ class Trainer:
             initialise(drafter, train.seed)
         else:
             self._warm_start(drafter, train.warm_start)
+        if self.world > 1:  # processors of another kind may draw other last bits
+            for parameter in drafter.parameters():
+                dist.broadcast(parameter.data, 0)
         self.optimizer = Optimizer(drafter.named_parameters(), train, self.plan.total_steps)
         taps = self.cache.tap_indices(self.config.target_layer_ids, f"drafter `{self.name}`")
         every = taps == tuple(range(len(self.cache.layer_ids)))

@@ -52,6 +52,8 @@ RUN: dict[str, Any] = {
     "jobs": {"stall_seconds": 30.0, "retries": 1},
 }  # fmt: skip
 
+HANGS = 240.0
+"""Seconds after which Snakemake is killed: a signal that comes while it selects jobs makes 9.27 wait for itself."""
 NOTE_PID = "open('snakemake.pid', 'w').write(str(os.getpid()))"
 SIGNALS = {"term": signal.SIGTERM, "usr1": signal.SIGUSR1, "hup": signal.SIGHUP, "kill": signal.SIGKILL}
 FAULTS = [
@@ -102,6 +104,22 @@ def disturb(flow: Flow, fault: str, after: float, over: threading.Event) -> str:
     return f"{fault}: the run was over first"
 
 
+def run_bounded(flow: Flow, said: list[str], *arguments: str, **environment: str) -> int:
+    """Exit code of Snakemake, which is killed when it hangs, and that is said."""
+
+    def kill() -> None:
+        said.append(f"Snakemake hung and was killed after {HANGS:.0f} s")
+        os.kill(int((flow.folder / "snakemake.pid").read_text()), signal.SIGKILL)
+
+    timer = threading.Timer(HANGS, kill)
+    timer.daemon = True
+    timer.start()
+    try:
+        return flow(*arguments, prelude=NOTE_PID, **environment).code
+    finally:
+        timer.cancel()
+
+
 def play(flow: Flow, fault: str, after: float, stage: str) -> tuple[list[int], str]:
     """Run with a fault, then the same command until it is done. Exit codes, and what was done."""
     over, done = threading.Event(), [f"{fault} in {stage}"]
@@ -115,15 +133,15 @@ def play(flow: Flow, fault: str, after: float, stage: str) -> tuple[list[int], s
     else:
         thread = threading.Thread(target=lambda: done.__setitem__(0, disturb(flow, fault, after, over)))
         thread.start()
-    codes = [flow(prelude=NOTE_PID, **environment).code]
+    codes = [run_bounded(flow, done, **environment)]
     over.set()
     if thread is not None:
         thread.join()
     while codes[-1] != 0 and len(codes) < 6:
         if codes[-1] < 0 or "LockException" in (flow.folder / ".snakemake-output").read_text():
-            flow("--unlock")
-        codes.append(flow(**environment).code)
-    return codes, done[0]
+            run_bounded(flow, done, "--unlock")
+        codes.append(run_bounded(flow, done, **environment))
+    return codes, "; ".join(done)
 
 
 def soak(rounds: int, seed: int, folder: Path, tell: Callable[[str], None], faults: Sequence[str] = FAULTS) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,14 @@ BUCKET_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Prompt:
-    """A normalised conversation of a part."""
+    """A normalised conversation of a part; `number`: which of its answers is asked for, from 0."""
 
     row_id: str
     conversation: Conversation
     prompt_tokens: int
     validation: bool
     source: str
+    number: int = 0
 
 
 def read_prompts(path: Path) -> Iterator[Prompt]:
@@ -48,6 +50,23 @@ def read_prompts(path: Path) -> Iterator[Prompt]:
         for row in batch.to_pylist():
             conversation = Conversation.loads(row["row_id"], row["record"])
             yield Prompt(row["row_id"], conversation, row["prompt_tokens"], row["validation"], row["source"])
+
+
+def each_answer(prompts: Iterable[Prompt], answers: int) -> Iterator[Prompt]:
+    """A part's prompts, each as often as it is answered.
+
+    The first keeps the prompt's id, the others are called `ID~2`, `ID~3`, ... No piece's id (`ID@TURN`) ends like that;
+    where another row of the part has that id, one more `~` makes a new one.
+    """
+    prompts = list(prompts)
+    taken = {prompt.row_id for prompt in prompts}
+    for prompt in prompts:
+        yield prompt
+        for number in range(1, answers):
+            names = (f"{prompt.row_id}{'~' * marks}{number + 1}" for marks in count(1))
+            name = next(name for name in names if name not in taken)
+            taken.add(name)
+            yield replace(prompt, row_id=name, number=number)
 
 
 def write_part(

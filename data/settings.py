@@ -147,6 +147,9 @@ class Regenerate(Section):
 
     server: Server | None = None
     """Ask this server instead of running the target here."""
+    answers: Positive = 1
+    """Answers a prompt; more than one needs a temperature above 0. Each is a row of its own, and all of a prompt are
+    held out together or not at all."""
     max_new_tokens: Positive = 512
     """Longest answer, in tokens."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
@@ -161,7 +164,19 @@ class Regenerate(Section):
     """Conversations with an answer that reaches `max_new_tokens` without an end of turn: kept as they are, cut before
     that answer, or dropped. Later turns are not answered in any case."""
     seed: int = 0
-    """Seed of sampling."""
+    """Seed of sampling. A server is asked for a prompt's second answer with `seed + 1`, and so on."""
+
+    @model_validator(mode="after")
+    def _answers_differ(self) -> Regenerate:
+        if self.answers > 1 and self.temperature == 0:
+            raise ValueError(f"{self.answers} answers a prompt need a temperature above 0: at 0 they would be equal")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_one_answer(self, dump: Any) -> dict[str, Any]:
+        """As it was when there was always one, so that what was made then stays current."""
+        body = dump(self)
+        return {name: value for name, value in body.items() if (name, value) != ("answers", 1)}
 
 
 class Data(Section):

@@ -27,6 +27,7 @@ class Dialogue:
     def __init__(self, template: Template, prompt: Prompt, settings: Data) -> None:
         self.template = template
         self.row_id = prompt.row_id
+        self.number = prompt.number
         self.settings = settings
         self.conversation: Conversation = prompt.conversation
         self.waiting = list(asked(prompt.conversation))

@@ -22,11 +22,12 @@ REFUSALS_TO_STOP = 20
 
 @dataclass(frozen=True)
 class Question:
-    """Ids to continue by at most `limit` tokens."""
+    """Ids to continue by at most `limit` tokens, sampled with `seed`."""
 
     key: str
     ids: Sequence[int]
     limit: int
+    seed: int
 
 
 class AnsweringServer(Connection):
@@ -84,7 +85,7 @@ class AnsweringServer(Connection):
 
         Raises Refused, or Failure when all attempts fail or the answer is not the target's.
         """
-        asking = {"logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True}
+        asking = {"seed": question.seed, "logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True}
         made = self.completion(question.ids, question.limit, self.plan, skip_special_tokens=False, **asking)
         choice = made["choices"][0]
         finished = choice.get("finish_reason") == "stop"

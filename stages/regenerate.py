@@ -98,13 +98,12 @@ class Regeneration:
     ) -> tuple[list[tuple[Any, Dialogue]], dict[str, Rejected]]:
         """Put all questions, round by round: first turns, second turns, ... Returns dialogues, and reasons by row id of
         those that failed."""
-        from data.parts import read_prompts
+        from data.parts import each_answer, read_prompts
         from pipeline.console import Progress
         from pipeline.dialogue import Dialogue
 
-        dialogues = []
-        for prompt in read_prompts(self.prompts.with_suffix(".parquet")):
-            dialogues.append((prompt, Dialogue(preparer.template, prompt, self.run.data)))
+        prompts = each_answer(read_prompts(self.prompts.with_suffix(".parquet")), self.run.data.regenerate.answers)
+        dialogues = [(prompt, Dialogue(preparer.template, prompt, self.run.data)) for prompt in prompts]
         failed: dict[str, Rejected] = {}
         turns = sum(len(dialogue.waiting) for _, dialogue in dialogues)
         with Progress(turns, f"regenerate {part_name(self.part)}", unit="answers", done=len(log.replies)) as bar:
@@ -204,8 +203,8 @@ class Regeneration:
             "notes": pa.array(noted, pa.list_(pa.string())),
         }
         account.keep_conversations(pa.table(columns))
-        asked = self.source["counts"]["kept"]
-        assert account.rows_in == asked, f"{asked} prompts, {account.rows_in} accounted for"
+        asked = self.source["counts"]["kept"] * self.run.data.regenerate.answers
+        assert account.rows_in == asked, f"{asked} answers asked for, {account.rows_in} accounted for"
         table = token_table(rows)
         count_tokens(account, table)
         digest = hashlib.sha256()
@@ -222,6 +221,8 @@ class Regeneration:
             **preparer.template.record(),
         }
         publish(self.manifest, "tokens", body)
+        if (answers := self.run.data.regenerate.answers) > 1:
+            say(f"{part_name(self.part)}: {self.source['counts']['kept']} prompts, {answers} answers each")
         for line in account.lines():
             say(f"{part_name(self.part)}: {line}")
 
@@ -313,12 +314,12 @@ def server_answers(run: Run, work: Job) -> tuple[Answerer, Any]:
     template = template_of(tokenizer, run.data.template_arguments)
     end = template.end_of_turn()
     ends = {end, tokenizer.eos_token_id} - {None}
-    server = run.data.regenerate.server
-    assert server is not None
-    client = AnsweringServer(server, run.data.regenerate, template.encode, sorted(ends), end, len(tokenizer))
+    plan = run.data.regenerate
+    assert plan.server is not None
+    client = AnsweringServer(plan.server, plan, template.encode, sorted(ends), end, len(tokenizer))
 
     def answer(open_: dict[str, Dialogue], known: dict[str, Reply]) -> Iterator[tuple[str, Reply | str]]:
-        questions = (Question(key, each.ids, each.room()) for key, each in open_.items() if key not in known)
-        return client.answers(questions)
+        asked = ((key, each) for key, each in open_.items() if key not in known)
+        return client.answers(Question(key, each.ids, each.room(), plan.seed + each.number) for key, each in asked)
 
     return answer, tokenizer

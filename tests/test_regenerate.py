@@ -20,10 +20,11 @@ from click.testing import CliRunner
 import pipeline.server
 import pipeline.server_answers
 from data.answers import AnswerLog, Reply
-from data.conversations import Rejected
+from data.conversations import Conversation, Rejected
 from data.errors import BadInput, Failure
 from data.layout import Layout
 from data.manifest import read_manifest
+from data.parts import Prompt, each_answer, read_prompts
 from data.settings import Run, load_run
 from data.tokens import TokenRow, read_tokens
 from pipeline.template import Template, render_prompt
@@ -172,11 +173,56 @@ def test_a_second_run_asks_nothing_and_a_forced_one_asks_all(run_of: MakeRun, mo
     assert Layout.of(run).tokens(0).read_bytes() == before
 
 
+def test_several_answers_of_a_prompt_differ_and_stay_together(run_of: MakeRun) -> None:
+    settings = {"temperature": 1.0}
+    path, run = run_of(parts=2, validation=0.4, regenerate=settings)
+    regenerate(path)
+    alone = rows_of(run)
+    path, run = run_of(parts=2, validation=0.4, regenerate={**settings, "answers": 3})
+    regenerate(path)
+    rows = rows_of(run)
+    assert set(rows) == {f"{name}{mark}" for name in alone for mark in ("", "~2", "~3")}
+    for name, first in alone.items():
+        three = [rows[name], rows[f"{name}~2"], rows[f"{name}~3"]]
+        assert three[0].token_ids.tolist() == first.token_ids.tolist()
+        assert len({tuple(answer_of(row)) for row in three}) == 3
+        assert {(row.validation, row.source) for row in three} == {(first.validation, first.source)}
+    assert {row.validation for row in rows.values()} == {True, False}
+    for part in range(2):
+        table, prompts = Layout.of(run).tokens(part).with_suffix(".parquet"), Layout.of(run).prompts(part)
+        asked = {prompt.row_id for prompt in read_prompts(prompts.with_suffix(".parquet"))}
+        assert {row.row_id.partition("~")[0] for row in read_tokens(table)} == asked
+
+
+def test_every_answer_is_accounted_for(run_of: MakeRun) -> None:
+    settings = {"temperature": 1.0, "answers": 2, "max_new_tokens": 12, "unfinished": "drop"}
+    path, run = run_of(max_dropped=1.0, regenerate=settings)
+    regenerate(path)
+    manifest, listed = tokens_manifest(run), Layout.of(run).tokens(0).with_name("part-0000.dropped.jsonl")
+    counts, dropped = manifest["counts"], [json.loads(line)["row_id"] for line in listed.read_text().splitlines()]
+    assert counts["rows_in"] == counts["kept"] + counts["dropped"] == 2 * len(ROWS)
+    assert 0 < counts["dropped"] == manifest["dropped"]["unfinished"] == len(dropped) < counts["rows_in"]
+    assert set(dropped).isdisjoint(rows_of(run))
+    assert any(name.removesuffix("~2") in rows_of(run) for name in dropped), "one answer of a prompt falls alone"
+
+
+def test_no_answer_has_the_id_of_another_row() -> None:
+    names = ["a", "a~2", "a~", "b"]
+    prompts = [Prompt(name, Conversation(name), 1, False, "x") for name in names]
+    made = [(each.row_id, each.number) for each in each_answer(prompts, 3)]
+    assert made == [
+        ("a", 0), ("a~~2", 1), ("a~3", 2), ("a~2", 0), ("a~2~2", 1), ("a~2~3", 2),
+        ("a~", 0), ("a~~~2", 1), ("a~~3", 2), ("b", 0), ("b~2", 1), ("b~3", 2),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", [{}, {"answers": 2, "temperature": 1.0}], ids=["one", "two"])
 def test_an_interrupted_run_asks_only_the_rest_and_gives_the_same_bytes(
-    run_of: MakeRun, monkeypatch: pytest.MonkeyPatch
+    run_of: MakeRun, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
-    many = [{"id": f"row-{i}", "messages": [say(f"question {i}?")]} for i in range(24)]
-    path, run = run_of(many, regenerate={"batch_size": 2})
+    asked = 24 // settings.get("answers", 1)
+    many = [{"id": f"row-{i}", "messages": [say(f"question {i}?")]} for i in range(asked)]
+    path, run = run_of(many, regenerate={"batch_size": 2, **settings})
     regenerate(path)
     table, manifest = Layout.of(run).tokens(0).with_suffix(".parquet"), Layout.of(run).tokens(0)
     whole = table.read_bytes(), manifest.read_bytes()
@@ -272,6 +318,8 @@ class Stub(BaseHTTPRequestHandler):
         ids = [len(body["prompt"]) % 200, 66]
         if self.style == "text":
             return {"text": "th.", "finish_reason": "stop"}
+        if self.style == "seed":
+            ids = [body["seed"], 66]
         if self.style == "names":
             return {"text": "", "finish_reason": "length", "logprobs": {"tokens": [f"token_id:{i}" for i in ids]}}
         return {"text": "", "finish_reason": self.finish, "token_ids": ids}
@@ -328,6 +376,18 @@ def test_a_server_that_wants_a_key_gets_the_environments(
     assert len(rows_of(run)) == 3
     files = [file for file in run.folder.rglob("*") if file.is_file() and b"sk-aSecret" in file.read_bytes()]
     assert files == []
+
+
+def test_a_server_draws_each_answer_of_a_prompt_with_a_seed_of_its_own(run_of: MakeRun, stub: Any) -> None:
+    mood, settings = stub
+    mood.style = "seed"
+    sampled = {"temperature": 1.0, "seed": 7, "answers": 3}
+    path, run = run_of(ROWS[:9], regenerate={**settings, **sampled})
+    regenerate(path)
+    seeds = {"": 7, "~2": 8, "~3": 9}
+    assert {name: answer_of(row) for name, row in rows_of(run).items()} == {
+        f"row-{i}{mark}": [seed, 66] for i in range(9) for mark, seed in seeds.items()
+    }
 
 
 def test_later_turns_meet_the_same_patience(run_of: MakeRun, stub: Any) -> None:

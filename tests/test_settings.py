@@ -38,6 +38,8 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 
 
 REFUSED = [
+    ("data.regenerate", {"answers": 2}, "`data.regenerate`: 2 answers a prompt need a temperature above 0"),
+    ("data.regenerate", {"answers": 0, "temperature": 1}, "`data.regenerate.answers`: Input should be greater than 0"),
     ("data.regenerate", {"server": {"url": "localhost:8000"}}, "needs http:// or https:// and a host, for example"),
     ("train.learning_rat", 1, "unknown key `train.learning_rat`; did you mean `learning_rate`?"),
     ("extract.codek", "fp8", "unknown key `extract.codek`; did you mean `codec`?"),
@@ -239,6 +241,20 @@ def test_settings_that_do_not_shape_an_artefact_move_no_fingerprint() -> None:
     stages = ("prepare", "regenerate", "extract", "train", "eval", "export", "report")
     shaped = [cache_settings(run), *(shaping(run, stage, "wide") for stage in stages)]
     assert fingerprint(shaped) == "5f844419bf1714ff6bc7899613c93da4"
+
+
+def test_one_answer_a_prompt_is_no_setting_of_what_was_made_and_several_are() -> None:
+    def answered(**settings: Any) -> Run:
+        body = run_body()
+        body["data"] |= {"responses": "regenerate", "regenerate": {"temperature": 1.0, **settings}}
+        return Run.model_validate(body)
+
+    one, named, three = answered(), answered(answers=1), answered(answers=3)
+    assert "answers" not in one.data.regenerate.model_dump()
+    assert "data.regenerate.answers" not in cache_settings(one)
+    assert cache_settings(three) == {**cache_settings(one), "data.regenerate.answers": 3}
+    assert shaping(one, "regenerate") == shaping(named, "regenerate") != shaping(three, "regenerate")
+    assert shaping(one, "prepare") == shaping(three, "prepare")
 
 
 def test_every_field_says_what_it_does() -> None:

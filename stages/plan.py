@@ -87,7 +87,7 @@ def amounts_of(run: Run) -> Amounts:
 
 
 def guessed_rows(run: Run) -> tuple[Iterator[tuple[int, Any]], int]:
-    """Lengths and masks of a sample of rows, and how many rows there are."""
+    """Lengths and masks of a sample of rows, and how many rows there are, every answer to be given a row."""
     import numpy as np
 
     from data.conversations import Rejected
@@ -111,7 +111,7 @@ def guessed_rows(run: Run) -> tuple[Iterator[tuple[int, Any]], int]:
                 sample.append((length, np.arange(length) >= row.prompt_tokens))
             else:
                 sample += [(len(piece.ids), piece.supervised) for piece in row.pieces]
-    return iter(sample), total
+    return iter(sample), total * (run.data.regenerate.answers if run.data.responses == "regenerate" else 1)
 
 
 def count(run: Run, rows: Iterator[tuple[int, Any]], total: int | None) -> Amounts:

@@ -46,7 +46,10 @@ def _account(account: Body | None) -> str:
     if account is None:
         return ""
     counts = account["counts"]
-    rows = [["rows read", f"{counts['rows_in']:,}"], ["kept", f"{counts['kept']:,}"]]
+    rows = [["rows read", f"{counts['rows_in']:,}"]]
+    if "answers" in counts:
+        rows.append(["answers asked for, several a prompt", f"{counts['answers']:,}"])
+    rows.append(["kept", f"{counts['kept']:,}"])
     rows += [[f"dropped: {escape(_words(reason))}", f"{count:,}"] for reason, count in account["dropped"].items()]
     rows += [[f"noted: {escape(_words(note))}", f"{count:,}"] for note, count in account["notes"].items()]
     rows += [[f"repeats: {escape(_words(kind))}", f"{count:,}"] for kind, count in account["repeats"].items()]

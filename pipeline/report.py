@@ -213,7 +213,8 @@ def _sums(run: Run, path: Callable[[int], Path], kind: str) -> dict[str, int]:
 
 
 def _account(run: Run) -> Body:
-    """What `prepare` read, kept and dropped, and lengths; where answers are regenerated, as it is after them."""
+    """What `prepare` read, kept and dropped, and lengths; where answers are regenerated, as it is after them, with
+    `answers` asked for in `counts` where a prompt has several: what is kept then, and dropped after, are answers."""
     layout = Layout.of_cache(run)
     read = read_manifest(layout.prepared, "accounting")
     if run.data.responses != "regenerate":
@@ -225,6 +226,8 @@ def _account(run: Run) -> Body:
     dropped = Counter(read["dropped"]) + Counter(body["dropped"])
     notes = Counter(read["notes"]) + Counter(body["notes"])
     counts = {**read["counts"], "kept": body["counts"]["kept"]}
+    if run.data.regenerate.answers > 1:
+        counts["answers"] = body["counts"]["rows_in"]
     return {**read, "counts": counts, "dropped": dict(dropped), "notes": dict(notes), "lengths": body["lengths"]}
 
 

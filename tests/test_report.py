@@ -195,6 +195,18 @@ def test_rows_dropped_after_answering_are_on_the_account_too(tmp_path: Path) -> 
     assert account["lengths"] == [[128, 7469]]
 
 
+def test_several_answers_a_prompt_stand_on_the_account_beside_the_rows_read(tmp_path: Path) -> None:
+    sampled = {"responses": "regenerate", "regenerate": {"answers": 2, "temperature": 1.0}}
+    run = write_everything(tmp_path).model_copy(update={"data": Data(train=[{"path": "x"}], **sampled)})
+    for part in (0, 1):
+        answers = Accounting(rows_in=7472, kept=7470, token_rows=7470)
+        answers.dropped["unfinished"] = 2
+        publish(Layout.of(run).tokens(part), "tokens", answers.body())
+    text = Page(report(run, tmp_path)).text
+    for line in ("rows read7,473", "answers asked for, several a prompt14,944", "kept14,940", "dropped: unfinished4"):
+        assert line in text, line
+
+
 def test_the_same_files_give_the_same_page(finished: tuple[Run, str], tmp_path: Path) -> None:
     again = report(finished[0], tmp_path)
     assert again == finished[1]

@@ -3,7 +3,8 @@
 One thread, the caller's, touches the device: it uploads a batch, runs the truncated target, encodes on the device and
 starts the copy to a slot of a pinned ring on a side stream. Once that copy is over, writer threads, which never touch
 CUDA, put the slot's rows into their shards; other threads make finished shards durable. When no slot is free, the
-device waits for the disk, and `Extraction.waited` says for how long.
+device waits for the disk, and `Extraction.waited` says for how long. Windows come with their shards made and their
+batches cut, by one more thread that never touches CUDA (`pipeline/ahead.py`), while the window before is run.
 
 Shapes: B rows, T tokens (right-padded), N states kept of a batch, M teacher entries, K taps, H width.
 """
@@ -28,14 +29,14 @@ from data.errors import Failure
 from data.shard import ShardWriter
 from pipeline.console import say
 from pipeline.encoder import Encoder, compilations
-from pipeline.windows import Work, batches, padded
+from pipeline.windows import Work, padded
 
 AHEAD = 2
 """Batches that are launched while an earlier one runs: a small one is launched no faster than a large one."""
 SLOTS = AHEAD + 3
 """Batches between device and disk: those on the device, one that is launched, and two for the writers."""
 OPEN_WINDOWS = 2
-"""Windows whose shards are not durable yet."""
+"""Windows that are run and whose shards are not durable yet; one more is being made."""
 PUTTERS, FINISHERS = 3, 4
 """Threads that put rows into shards, and that make shards durable."""
 AMAX = ArraySpec((), np.dtype("float32"), torch.float32)
@@ -93,17 +94,33 @@ class Shard:
         self.complete = True
 
 
+@dataclass(frozen=True)
+class OpenWindow:
+    """A window ready to run: rows, where each goes (None: its shard is there already), and each batch's row numbers."""
+
+    works: list[Work]
+    places: list[Place | None]
+    batches: list[np.ndarray]
+
+    def shards(self) -> list[Shard]:
+        return list({id(place.shard): place.shard for place in self.places if place is not None}.values())
+
+    def abort(self) -> None:
+        """Give up its unfinished shards."""
+        for shard in self.shards():
+            shard.writer.abort()
+
+
 class Extraction:
     """Runs windows; use as a context manager.
 
     with Extraction(encoder, ...) as extraction:
-        extraction.window(works, shards)   # again and again
+        extraction.window(window, ready)   # again and again
         extraction.drain()
     """
 
     def __init__(self, encoder: Encoder, width: int, tokens_per_batch: int, longest: int) -> None:
         self.encoder, self.device = encoder, encoder.device
-        self.tokens_per_batch = tokens_per_batch
         self.state_names = tuple(encoder.codec.arrays())
         self.teacher_names = tuple(encoder.teacher.arrays(width))
         taps = len(encoder.taps.layer_ids)
@@ -119,7 +136,7 @@ class Extraction:
         self.finishers = ThreadPoolExecutor(FINISHERS, "finish")
         self.flights: deque[Flight] = deque()
         self.futures: deque[Future[None]] = deque()
-        self.open: deque[list[Shard]] = deque()
+        self.open: deque[OpenWindow] = deque()
         self.shapes: set[tuple[int, int]] = set()
         self.waited = 0.0
         self.tokens = self.padded_tokens = 0
@@ -134,23 +151,20 @@ class Extraction:
         """Stop the threads and give up unfinished shards."""
         self.putters.shutdown(cancel_futures=True)
         self.finishers.shutdown(cancel_futures=True)
-        for shards in self.open:
-            for shard in shards:
-                shard.writer.abort()
+        for window in self.open:
+            window.abort()
         self.encoder.close()
 
-    def window(
-        self, works: Sequence[Work], places: Sequence[Place | None], ready: Callable[[np.ndarray], None]
-    ) -> None:
+    def window(self, window: OpenWindow, ready: Callable[[np.ndarray], None]) -> None:
         """Run one window's rows. A row without a place is computed where its batch needs it, and not kept.
 
         `ready(rows)` is called with the row numbers of each batch and may raise to stop.
         """
-        shards = list({id(place.shard): place.shard for place in places if place is not None}.values())
-        self.open.append(shards)
+        self.open.append(window)
+        works, places = window.works, window.places
         for shard, number in _empty_rows(works, places):
             self._submit(self._put_empty, shard, number)
-        for rows in batches([work.run for work in works], self.tokens_per_batch):
+        for rows in window.batches:
             if any(places[row] is not None for row in rows):
                 self._launch([works[row] for row in rows], [places[row] for row in rows])
                 ready(rows)
@@ -163,7 +177,7 @@ class Extraction:
             self._settle_window()
 
     def _settle_window(self) -> None:
-        shards = self.open[0]
+        shards = self.open[0].shards()
         while not all(shard.complete for shard in shards):
             idle = not self.flights
             if not idle and _is_over(self.flights[0].arrived):

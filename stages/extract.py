@@ -1,6 +1,8 @@
 """The target's hidden states at a few layers, cached part by part.
 
 A part's rows are in hash order, cut into windows; a window's shards are written, made durable and recorded together.
+While a window runs, another thread reads and cuts the next one and makes its empty shards, so that the device need not
+wait for that; the first one is made while the target's own answers are judged.
 Interrupted, the same command goes on with the first shard that is missing and computes the same batches again, so the
 bytes do not depend on interruptions. The part's manifest is published last. `cache/head.safetensors` and the fitted
 codec are the same for all parts, written once, and made again where they are missing or damaged.
@@ -27,7 +29,7 @@ from data.shaping import cache_settings
 if TYPE_CHECKING:
     from data.codec import Codec
     from pipeline.encoder import Teacher
-    from pipeline.extraction import Extraction, Meter, Shard
+    from pipeline.extraction import Extraction, Meter, OpenWindow, Shard
     from pipeline.head import TargetHead
     from pipeline.job import Job
     from pipeline.target import Target
@@ -117,6 +119,8 @@ class Part:
 
     def make(self) -> None:
         from data.part import publish_part
+        from pipeline.ahead import ahead
+        from pipeline.extraction import OpenWindow
 
         self.state.recover(self.manifest)
         shaped = self._shape()
@@ -130,8 +134,11 @@ class Part:
         self._check_table()
         self._check_disk()
         body = self._body(shaped)
-        on_policy = self._on_policy()
-        records = self._shards(body)
+        found: dict[int, Mapping[str, Any]] = {}
+        with ahead(self._windows(body, found), OpenWindow.abort) as opened:
+            on_policy = self._on_policy()
+            self._extract(opened)
+        records = [found[number] for number in sorted(found)]
         self._sweep({record["name"] for record in records})
         publish_part(self.layout, self.part, {**body, "on_policy": on_policy}, records)
         self.state.done(self.manifest)
@@ -289,44 +296,24 @@ class Part:
         say(f"on-policy: {100 * share:.1f} % of {total} supervised tokens of {len(works)} rows are the target's argmax")
         return {"rows": len(works), "tokens": total, "share": round(share, 6)}
 
-    def _shards(self, body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """Records of all shards, those of an earlier attempt included."""
-        from pipeline.console import Progress
-        from pipeline.extraction import Meter
+    def _windows(self, body: Mapping[str, Any], records: dict[int, Mapping[str, Any]]) -> Iterator[OpenWindow]:
+        """Windows with their shards open. `records` gets each shard's, now for those of an earlier attempt."""
         from pipeline.windows import windows
 
-        records: dict[int, Mapping[str, Any]] = {}
-        extraction = self.machine.extraction(self.layer_ids, self.codec, self.teacher)
-        meter = Meter(extraction, part_name(self.part))
-        tokens = self.tokens["counts"]["tokens"]
-        with Progress(tokens, f"extract {part_name(self.part)}", unit="tokens") as bar:
-            for window in windows(self._works(), self._sizes()):
-                self._window(window, body, records, extraction, meter, bar)
-            extraction.drain()
-        meter.report()
-        return [records[number] for number in sorted(records)]
+        for window in windows(self._works(), self._sizes()):
+            yield self._open(window, body, records)
 
-    def _window(
-        self,
-        window: Window,
-        body: Mapping[str, Any],
-        records: dict[int, Mapping[str, Any]],
-        extraction: Extraction,
-        meter: Meter,
-        bar: Any,
-    ) -> None:
+    def _open(self, window: Window, body: Mapping[str, Any], records: dict[int, Mapping[str, Any]]) -> OpenWindow:
         from data.part import upload_shard
         from data.shard import ShardWriter, finished
-        from pipeline.extraction import Place, Shard
+        from pipeline.extraction import OpenWindow, Place, Shard
+        from pipeline.windows import batches
 
         def done(number: int, record: Mapping[str, Any]) -> None:
             records[number] = upload_shard(self.layout, self.part, body, record)
 
-        def ready(batch: Iterable[int]) -> None:
-            self.work.check_stop()
-            bar.advance(sum(tokens[row] for row in batch), note=meter.note())
-
-        works, places = [], []
+        works: list[Work] = []
+        places: list[Place | None] = []
         with ExitStack() as stack:
             for number, rows in enumerate(window.shards, window.first_shard):
                 path = self.folder / f"shard-{number:05d}.zarr"
@@ -348,9 +335,32 @@ class Part:
                     shard = Shard(writer, partial(done, number))
                 works += rows
                 places += [None if shard is None else Place(shard, i) for i in range(len(rows))]
+            cut = batches([work.run for work in works], self.run.extract.tokens_per_batch)
             stack.pop_all()
-        tokens, before = [len(work.row.token_ids) for work in works], bar.done
-        extraction.window(works, places, ready)
+        return OpenWindow(works, places, cut)
+
+    def _extract(self, opened: Iterator[OpenWindow]) -> None:
+        """Windows through the target, until every shard is durable and recorded."""
+        from pipeline.console import Progress
+        from pipeline.extraction import Meter
+
+        extraction = self.machine.extraction(self.layer_ids, self.codec, self.teacher)
+        meter = Meter(extraction, part_name(self.part))
+        tokens = self.tokens["counts"]["tokens"]
+        with Progress(tokens, f"extract {part_name(self.part)}", unit="tokens") as bar:
+            for window in opened:
+                self._extract_window(window, extraction, meter, bar)
+            extraction.drain()
+        meter.report()
+
+    def _extract_window(self, window: OpenWindow, extraction: Extraction, meter: Meter, bar: Any) -> None:
+        tokens, before = [len(work.row.token_ids) for work in window.works], bar.done
+
+        def ready(batch: Iterable[int]) -> None:
+            self.work.check_stop()
+            bar.advance(sum(tokens[row] for row in batch), note=meter.note())
+
+        extraction.window(window, ready)
         bar.advance(sum(tokens) - (bar.done - before), note=meter.note())  # rows that no batch had to run
 
     def _sizes(self) -> Sizes:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import random
 import resource
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,11 +28,13 @@ from data.manifest import read_manifest
 from data.part import codec_path, damage
 from data.settings import Run
 from data.shard import ShardWriter
+from data.tokens import read_tokens
+from pipeline.ahead import ahead
 from pipeline.encoder import Encoder, Teacher, compilations
-from pipeline.extraction import AHEAD, SLOTS, Extraction, Flight
+from pipeline.extraction import AHEAD, SLOTS, Extraction, Flight, OpenWindow
 from pipeline.head import load_head
 from pipeline.target import Target, load_target
-from pipeline.windows import batches, padded
+from pipeline.windows import Sizes, Window, batches, padded, windows, work_of
 from stages.extract import Part
 from tests.extracting import Children, calls, extract, shards, tree, write_token_parts
 
@@ -473,3 +480,107 @@ def test_an_extraction_given_up_leaves_nothing_half_written(new_run: Callable[..
         extract(run, stop=stop)
     assert not Layout.of(run).cache_part(0).exists()
     assert not list((Layout.of(run).cache / "part-0000").glob(".shard-*.tmp"))
+
+
+def windows_of(run: Run) -> list[Window]:
+    sizes = Sizes(3 * 64 * 4, 0, run.extract.window_bytes, run.extract.shard_bytes)
+    rows = read_tokens(Layout.of(run).tokens(0).with_suffix(".parquet"))
+    return list(windows((work_of(row, False) for row in rows), sizes))
+
+
+def test_a_window_is_made_while_the_one_before_runs(
+    new_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a thread that makes all of them, and one ahead only."""
+    run = new_run(rows=40)
+    firsts = [window.first_shard for window in windows_of(run)]
+    assert len(firsts) >= 3
+    made: list[int] = []
+    makers: set[threading.Thread] = set()
+    one_more = threading.Condition()
+    make, run_window = Part._open, Extraction.window
+    running = iter(range(len(firsts)))
+
+    def noted(part: Part, window: Window, *arguments: Any) -> OpenWindow:
+        opened = make(part, window, *arguments)
+        with one_more:
+            made.append(window.first_shard)
+            makers.add(threading.current_thread())
+            one_more.notify()
+        return opened
+
+    def run_late(extraction: Extraction, *arguments: Any) -> None:
+        wanted = firsts[: next(running) + 2]
+        with one_more:
+            assert one_more.wait_for(lambda: made == wanted, timeout=60), f"made: {made}, not {wanted}"
+        run_window(extraction, *arguments)
+
+    monkeypatch.setattr(Part, "_open", noted)
+    monkeypatch.setattr(Extraction, "window", run_late)
+    extract(run)
+    assert next(running, None) is None
+    assert len(makers) == 1
+    assert threading.main_thread() not in makers
+    assert damage(Layout.of(run), 0) == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"), [("locked", "is being written by another process"), ("full", "the disk is full")]
+)
+def test_an_error_in_making_the_second_window_ends_the_stage_and_leaves_nothing(
+    new_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, fault: str, error: str
+) -> None:
+    """The window's first shard is made by then."""
+    run = new_run()
+    extract(run)
+    wanted = tree(run)
+    shutil.rmtree(Layout.of(run).cache)
+    second = windows_of(run)[1].first_shard
+    folder = Layout.of(run).cache / "part-0000"
+    folder.mkdir(parents=True)
+    made, broken = (f"shard-{number:05d}.zarr" for number in (second, second + 1))
+    begun: list[str] = []
+
+    def truncate(file: int, size: int, call: Callable[[int, int], None] = os.ftruncate) -> None:
+        begun.append(Path(os.readlink(f"/proc/self/fd/{file}")).relative_to(folder).parts[0])
+        if fault == "full" and begun[-1] == f".{broken}.tmp":
+            raise OSError(errno.ENOSPC, "full")
+        call(file, size)
+
+    monkeypatch.setattr(os, "ftruncate", truncate)
+    with (folder / f".{broken}.lock").open("w") as lock:
+        if fault == "locked":
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises((BadInput, Failure), match=f"{broken}.* {error}"):
+            extract(run)
+    monkeypatch.undo()
+    assert f".{made}.tmp" in begun
+    assert not Layout.of(run).cache_part(0).exists()
+    assert not list(folder.glob(".shard-*.tmp"))
+    assert all(path.name < made for path in shards(run))
+    assert all(path.name < made for path in folder.glob("shard-*.json"))
+    for path in folder.glob(".shard-*.lock"):
+        with path.open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    extract(run)
+    assert tree(run) == wanted
+
+
+def test_what_is_made_ahead_and_never_asked_for_is_given_up() -> None:
+    given_up: list[int] = []
+
+    def take(count: int, items: Iterable[int]) -> list[int]:
+        with ahead(iter(items), given_up.append) as made:
+            return list(islice(made, count))
+
+    def broken() -> Iterator[int]:
+        yield 1
+        raise Failure("no more")
+
+    assert take(2, [1, 2, 3, 4]) == [1, 2]
+    assert given_up == [3]
+    assert take(9, [1, 2]) == [1, 2]
+    assert take(1, broken()) == [1]
+    with pytest.raises(Failure, match="no more"):
+        take(2, broken())
+    assert given_up == [3]

@@ -26,7 +26,8 @@ from typing import Any
 
 import torch
 
-from data.benchmarks import BenchmarkPrompt, Message
+from data.benchmarks import BenchmarkPrompt
+from data.conversations import Message
 from data.errors import BadInput, Failure
 from data.settings import Run
 from pipeline import acceptance, lossless

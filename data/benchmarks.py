@@ -25,10 +25,12 @@ ASKING = tuple(name for name in FORMATS if name not in ("token_ids", "text"))
 
 @dataclass(frozen=True)
 class BenchmarkPrompt:
-    """`turns[t]` are the messages put before answer t; answers come between them."""
+    """`turns[t]` are the messages put before answer t; answers come between them. `tools`: JSON schemas, put before
+    each."""
 
     id: str
     turns: tuple[tuple[Message, ...], ...]
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ def _prompts(name: str, rows: Iterable[tuple[str, Raw]], own_ids: bool) -> Itera
             continue
         try:
             record = decode(row)
-            turns = _turns(record)
+            turns, tools = _asks(record)
         except Rejected as error:
             detail = f" ({error.detail})" if error.detail else ""
             raise BadInput(
@@ -167,11 +169,11 @@ def _prompts(name: str, rows: Iterable[tuple[str, Raw]], own_ids: bool) -> Itera
                 f"prompt needs one of {', '.join(FORMATS[asking].needs for asking in ASKING)}"
             ) from None
         own = record.get("id") if own_ids else None
-        yield BenchmarkPrompt(f"{name}-{index}" if own is None else str(own), turns)
+        yield BenchmarkPrompt(f"{name}-{index}" if own is None else str(own), turns, tools)
 
 
-def _turns(record: Any) -> tuple[tuple[Message, ...], ...]:
-    """What a decoded row asks.
+def _asks(record: Any) -> tuple[tuple[tuple[Message, ...], ...], tuple[dict[str, Any], ...]]:
+    """Turns and tools of a decoded row.
 
     Raises Rejected.
     """
@@ -181,8 +183,8 @@ def _turns(record: Any) -> tuple[tuple[Message, ...], ...]:
     if not messages:
         raise Rejected("nothing_to_answer", "text or token ids ask no question")
     if shape == "turns" and not any(message["role"] == "assistant" for message in messages):
-        return tuple(map(tuple, asked(conversation)))
-    return (messages[:-1] if messages[-1]["role"] == "assistant" else messages,)
+        return tuple(map(tuple, asked(conversation))), conversation.tools
+    return (messages[:-1] if messages[-1]["role"] == "assistant" else messages,), conversation.tools
 
 
 def _format(record: Mapping[str, Any]) -> str:

@@ -28,7 +28,7 @@ from pipeline import lossless, sampling
 from pipeline.checkpoint import CheckpointWriter
 from pipeline.decode import Engine, Prompt
 from pipeline.drafter import Drafter, DrafterConfig, initialise
-from pipeline.evaluation import Evaluation, differences, example
+from pipeline.evaluation import Conversations, Evaluation, differences, example
 from pipeline.interchange import write_union
 from pipeline.interchange_config import TargetInfo
 from pipeline.sampling import Sampling
@@ -664,6 +664,30 @@ def test_a_prompt_is_read_from_any_conversation(
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: [{"id": 7} | row])
     (prompt,) = load_benchmark("b", Benchmark(hub="some/set"))
     assert (prompt.id, [list(turn) for turn in prompt.turns]) == ("b-0", turns)
+
+
+def test_tools_stand_before_what_is_asked(tmp_path: Path, tiny_run: Run, tiny_target: Target) -> None:
+    call = {"function": {"name": "look_up", "arguments": {"word": "u"}}}
+    talk = [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "r"},
+        ANSWER,
+    ]
+    rows = [{"messages": talk, "tools": [{"name": "look_up"}]}, {"turns": ["u", "v"], "tools": [{"name": "count"}]}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = copy.deepcopy(tiny_target.tokenizer)
+    tokenizer.chat_template = (
+        "{% for t in tools %}{{ t.name }};{% endfor %}"
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}(){% endfor %};"
+        "{% endfor %}"
+    )
+    conversations = Conversations(tiny_run, tokenizer, load_benchmark("b", Benchmark(path=str(path))))
+    first, second = (tokenizer.decode(prompt.ids) for prompt in conversations.ask(0)[0])
+    assert (first, second) == ("look_up;u;look_up();r;", "count;u;")
+    conversations.reply("b-1", "a")
+    assert tokenizer.decode(conversations.ask(1)[0][0].ids) == "count;u;a;v;"
 
 
 def test_prompts_lie_in_any_file_that_training_reads(tmp_path: Path) -> None:

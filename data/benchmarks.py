@@ -1,32 +1,36 @@
-"""Prompt sets for evaluation: JSONL files, hub data sets and presets.
+"""Prompt sets for evaluation: conversations in files or on the hub, read as those to train on are, and presets.
 
-A prompt has one or more *turns*; each turn is the messages that are put before the next answer. A row holds `turns`
-(user texts), or `messages`, of which a last answer is left out and all others stand. Ids are the row's own `id`, else
-made of the set's name and the row's number.
+A prompt has one or more *turns*; each turn is the messages that are put before the next answer. A row of `turns`
+without answers has a turn for each text of the user; of any other conversation a last answer is left out and all others
+stand. Ids are the row's own `id`, else made of the set's name and the row's number.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from data.conversations import REASONS, Message, Rejected, asked
 from data.errors import BadInput
-from data.settings import Benchmark
+from data.formats import FORMATS, normalise
+from data.settings import Benchmark, Source
+from data.sources import Raw, decode, files_of
 
-Message = dict[str, str]
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ASKING = tuple(name for name in FORMATS if name not in ("token_ids", "text"))
+"""Formats whose rows ask something."""
 
 
 @dataclass(frozen=True)
 class BenchmarkPrompt:
-    """`turns[t]` are the messages put before answer t; answers come between them."""
+    """`turns[t]` are the messages put before answer t; answers come between them. `tools`: JSON schemas, put before
+    each."""
 
     id: str
     turns: tuple[tuple[Message, ...], ...]
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -111,12 +115,12 @@ def load_benchmark(name: str, settings: Benchmark, limit: int | None = None) -> 
 
 def _rows(name: str, settings: Benchmark) -> Iterator[BenchmarkPrompt]:
     if settings.path is not None:
-        return _from_file(name, Path(settings.path))
+        return _prompts(name, _from_files(name, settings), own_ids=True)
     if settings.preset is None:
         place = f"{settings.hub}, split {settings.split}"
         load = (settings.hub or "", *([settings.subset] if settings.subset else []))
         rows = _from_hub(name, place, lambda datasets: datasets.load_dataset(*load, split=settings.split))
-        return (_prompt(f"{name}-{index}", row, f"benchmark `{name}`: row {index}") for index, row in enumerate(rows))
+        return _prompts(name, ((f"row {index}", row) for index, row in enumerate(rows)), own_ids=False)
     if settings.preset not in PRESETS:
         raise BadInput(f"benchmark `{name}`: no preset `{settings.preset}`; there are: {', '.join(PRESETS)}")
     preset = PRESETS[settings.preset]
@@ -127,22 +131,15 @@ def _rows(name: str, settings: Benchmark) -> Iterator[BenchmarkPrompt]:
     return (BenchmarkPrompt(f"{name}-{index}", user_turns(preset.turns(row))) for index, row in enumerate(rows))
 
 
-def _from_file(name: str, path: Path) -> Iterator[BenchmarkPrompt]:
+def _from_files(name: str, settings: Benchmark) -> Iterator[tuple[str, Raw]]:
+    """Places and rows of a file, a folder or a saved data set, blank lines included."""
+    source = Source(path=settings.path, split=settings.split)
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"benchmark `{name}`: cannot read {path}: {error}") from None
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        where = f"benchmark `{name}`: {path}, line {number}"
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise BadInput(f"{where}: not JSON ({error})") from None
-        if not isinstance(row, dict):
-            raise BadInput(f"{where}: expected an object with `turns` or `messages`")
-        yield _prompt(str(row.get("id", f"{name}-{number - 1}")), row, where)
+        for file, rows in files_of(source, cache=Path()):
+            for number, row in enumerate(rows, start=1):
+                yield f"{file}, {'line' if isinstance(row, bytes) else 'row'} {number}", row
+    except BadInput as error:
+        raise BadInput(f"benchmark `{name}`: {error}") from None
 
 
 def _from_hub(name: str, place: str, load: Callable[[Any], Any]) -> Iterable[Mapping[str, Any]]:
@@ -158,24 +155,43 @@ def _from_hub(name: str, place: str, load: Callable[[Any], Any]) -> Iterable[Map
         ) from None
 
 
-def _prompt(id: str, row: Mapping[str, Any], where: str) -> BenchmarkPrompt:
-    if isinstance(row.get("turns"), list):
-        turns = row["turns"]
-        if not turns or not all(isinstance(turn, str) for turn in turns):
-            raise BadInput(f"{where}: `turns` must be a list of at least one text")
-        return BenchmarkPrompt(id, user_turns(turns))
-    messages = row.get("messages")
-    if isinstance(messages, list) and all(_is_message(message) for message in messages):
-        kept = [{"role": message["role"], "content": message["content"]} for message in messages]
-        if kept and kept[-1]["role"] == "assistant":
-            kept.pop()
-        if kept:
-            return BenchmarkPrompt(id, (tuple(kept),))
-    raise BadInput(f"{where}: needs `turns` (a list of texts) or `messages` (role and content each)")
+def _prompts(name: str, rows: Iterable[tuple[str, Raw]], own_ids: bool) -> Iterator[BenchmarkPrompt]:
+    for index, (where, row) in enumerate(rows):
+        if row == b"":
+            continue
+        try:
+            record = decode(row)
+            turns, tools = _asks(record)
+        except Rejected as error:
+            detail = f" ({error.detail})" if error.detail else ""
+            raise BadInput(
+                f"benchmark `{name}`: {where}: {REASONS[error.reason]}{detail}; correct the row or take it out: a "
+                f"prompt needs one of {', '.join(FORMATS[asking].needs for asking in ASKING)}"
+            ) from None
+        own = record.get("id") if own_ids else None
+        yield BenchmarkPrompt(f"{name}-{index}" if own is None else str(own), turns, tools)
 
 
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and message.get("role") in ROLES and isinstance(message.get("content"), str)
+def _asks(record: Any) -> tuple[tuple[tuple[Message, ...], ...], tuple[dict[str, Any], ...]]:
+    """Turns and tools of a decoded row.
+
+    Raises Rejected.
+    """
+    shape = _format(record) if isinstance(record, Mapping) else "auto"
+    conversation = normalise(record, shape)
+    messages = conversation.messages
+    if not messages:
+        raise Rejected("nothing_to_answer", "text or token ids ask no question")
+    if shape == "turns" and not any(message["role"] == "assistant" for message in messages):
+        return tuple(map(tuple, asked(conversation))), conversation.tools
+    return (messages[:-1] if messages[-1]["role"] == "assistant" else messages,), conversation.tools
+
+
+def _format(record: Mapping[str, Any]) -> str:
+    """The format to read a row in that may have the fields of several: one that asks, a list of `turns` first."""
+    if isinstance(record.get("turns"), list):
+        return "turns"
+    return next((name for name in ASKING if FORMATS[name].fits(record)), "auto")
 
 
 def user_turns(texts: Iterable[str]) -> tuple[tuple[Message, ...], ...]:

@@ -391,7 +391,8 @@ class Benchmark(Section):
     """One set of prompts for evaluation."""
 
     path: str | None = None
-    """JSONL file with `turns` or `messages`."""
+    """File or folder of conversations, of every format and kind that `data.train` reads. A last answer is left out; of
+    a list of `turns` each text is answered."""
     preset: str | None = None
     """A named set loaded from the hub: gsm8k, math500, humaneval, mbpp, mt-bench, alpaca, livecodebench, arena-hard."""
     hub: str | None = None
@@ -399,7 +400,7 @@ class Benchmark(Section):
     subset: str | None = None
     """Configuration name of a hub data set."""
     split: str = "test"
-    """Split of a hub data set."""
+    """Split of a hub data set or of a saved `datasets` folder."""
     limit: Positive | None = None
     """First N prompts only."""
 

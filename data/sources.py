@@ -63,7 +63,8 @@ def chunks(sources: Iterable[Source], cache: Path, size: int | None = None) -> I
         left = source.limit
         for name, rows in files_of(source, cache):
             first = 0
-            for group in grouped(islice(rows, left), size or ROWS_PER_CHUNK):
+            filled = (row for row in rows if row != b"")
+            for group in grouped(islice(filled, left), size or ROWS_PER_CHUNK):
                 yield Chunk(number, index, name, first, group)
                 number += 1
                 first += len(group)
@@ -112,7 +113,7 @@ def decode(row: Raw) -> Any:
 
 
 def files_of(source: Source, cache: Path) -> Iterator[tuple[str, Iterator[Raw]]]:
-    """Names and rows of the files of a source."""
+    """Names and rows of the files of a source. A blank line is an empty row: rows keep their lines' numbers."""
     if source.hub is not None:
         yield label(source), hub.hub_rows(source, cache)
         return
@@ -132,7 +133,7 @@ def data_files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise BadInput(f"{path} does not exist: correct data.train's path (paths are relative to where you run)")
+        raise BadInput(f"{path} does not exist: correct the path (paths are relative to where you run)")
     files = sorted(file for file in path.rglob("*") if file.is_file() and plain_suffix(file) in SUFFIXES)
     if not files:
         raise BadInput(f"{path}: no data files in this folder; known kinds: {', '.join(SUFFIXES)}, also .gz and .zst")
@@ -200,20 +201,18 @@ def zstd_open(path: Path) -> BinaryIO:
 
 
 def line_rows(path: Path) -> Iterator[bytes]:
-    """Lines that are not blank, without a byte-order mark."""
+    """Lines without white space around them and without a byte-order mark."""
     with opened(path) as file:
         for number, line in enumerate(file):
             if number == 0:
                 line = line.removeprefix(b"\xef\xbb\xbf")
-            line = line.strip()
-            if line:
-                yield line
+            yield line.strip()
 
 
 def text_rows(path: Path) -> Iterator[Raw]:
-    """One text row a line."""
+    """One text row a line that is not blank."""
     for line in line_rows(path):
-        yield {"text": line.decode("utf-8")}
+        yield {"text": line.decode("utf-8")} if line else line
 
 
 def json_rows(path: Path) -> Iterator[Raw]:
@@ -339,7 +338,7 @@ def saved_rows(path: Path, split: str) -> Iterator[Raw]:
     data = load_from_disk(str(path))
     if isinstance(data, DatasetDict):
         if split not in data:
-            raise BadInput(f"{path}: no split `{split}`; it has: {', '.join(data)}: set the source's `split`")
+            raise BadInput(f"{path}: no split `{split}`; it has: {', '.join(data)}: set its `split`")
         data = data[split]
     yield from data
 

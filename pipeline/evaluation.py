@@ -26,7 +26,8 @@ from typing import Any
 
 import torch
 
-from data.benchmarks import BenchmarkPrompt, Message
+from data.benchmarks import BenchmarkPrompt
+from data.conversations import Message
 from data.errors import BadInput, Failure
 from data.settings import Run
 from pipeline import acceptance, lossless
@@ -120,10 +121,13 @@ class Conversations:
                 continue
             history = self.histories[prompt.id]
             history += self._opened(prompt.turns[turn]) if turn == 0 else prompt.turns[turn]
-            ids = render_prompt(self.tokenizer, history, self.arguments)
+            ids = self._rendered(prompt, history)
             asked.append(Prompt(prompt.id if turn == 0 else f"{prompt.id}#{turn + 1}", ids))
             groups.append(prompt.id)
         return asked, groups
+
+    def _rendered(self, prompt: BenchmarkPrompt, messages: Sequence[Message]) -> list[int]:
+        return render_prompt(self.tokenizer, messages, self.arguments, prompt.tools)
 
     def _opened(self, messages: Sequence[Message]) -> list[Message]:
         opens = self.system is not None and messages[0]["role"] not in ("system", "developer")
@@ -137,9 +141,7 @@ class Conversations:
         """Tokens that the longest conversation may take. Answers are rendered again, which may lengthen them a bit."""
         answer = max_new_tokens + max_new_tokens // 8 + 64
         return max(
-            sum(
-                len(render_prompt(self.tokenizer, self._opened(turn), self.arguments)) + answer for turn in prompt.turns
-            )
+            sum(len(self._rendered(prompt, self._opened(turn))) + answer for turn in prompt.turns)
             for prompt in self.prompts
         )
 

@@ -249,7 +249,10 @@ class Folder:
         self.plan, self.benchmarks = plan, benchmarks
         layout = Layout.of(run)
         self.path, self.manifest = layout.eval(plan.name), layout.eval_manifest(plan.name)
-        prompts = {name: [[prompt.id, prompt.turns] for prompt in prompts] for name, prompts in benchmarks.items()}
+        prompts = {
+            name: [[prompt.id, prompt.turns, *prompt.tools] for prompt in prompts]
+            for name, prompts in benchmarks.items()
+        }
         self.settings = shaping(run, "eval", plan.name)
         self.identity = fingerprint([self.settings, dict(plan.inputs), request.block_size, request.limit, prompts])
         self.state = State(self.path / "state.json")

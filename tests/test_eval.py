@@ -1,4 +1,5 @@
 import copy
+import gzip
 import json
 import os
 import re
@@ -10,6 +11,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
@@ -24,7 +28,7 @@ from pipeline import lossless, sampling
 from pipeline.checkpoint import CheckpointWriter
 from pipeline.decode import Engine, Prompt
 from pipeline.drafter import Drafter, DrafterConfig, initialise
-from pipeline.evaluation import Evaluation, differences, example
+from pipeline.evaluation import Conversations, Evaluation, differences, example
 from pipeline.interchange import write_union
 from pipeline.interchange_config import TargetInfo
 from pipeline.sampling import Sampling
@@ -313,7 +317,7 @@ def test_a_damaged_checkpoint_is_refused_before_the_target_is_loaded(
     ("arguments", "prompts", "says"),
     [
         ([], [], "holds no prompts"),
-        ([], [{"id": "a", "question": "?"}], "needs `turns`"),
+        ([], [{"id": "a", "text": "Once upon a time."}], "line 1: no prompt that the target could answer"),
         ([], [{"id": "a", "turns": ["x"]}] * 2, "repeats 1 ids"),
         (["--benchmark", "nope"], None, "no benchmark `nope`"),
         (["--drafter", "nope"], None, "no drafter `nope`"),
@@ -624,6 +628,124 @@ def test_messages_without_a_last_answer_are_a_prompt(tmp_path: Path) -> None:
     assert (first.id, [m["role"] for m in first.turns[0]]) == ("b-0", ["system", "user"])
     assert (second.id, len(second.turns)) == ("b-2", 2)
     assert len(load_benchmark("b", Benchmark(path=str(path), limit=1))) == 1
+
+
+SYSTEM, USER = {"role": "system", "content": "s"}, {"role": "user", "content": "u"}
+ANSWER, MORE = {"role": "assistant", "content": "a"}, {"role": "user", "content": "v"}
+SHAREGPT = [{"from": who, "value": text} for who, text in (("human", "u"), ("gpt", "a"), ("human", "v"), ("gpt", "b"))]
+ASKED = [
+    ({"turns": ["u", "v"]}, [[USER], [MORE]]),
+    ({"turns": ["u"], "messages": [MORE], "input_ids": [1]}, [[USER]]),
+    ({"turns": ["u", "v"], "system": "s"}, [[SYSTEM, USER], [MORE]]),
+    ({"turns": [USER, ANSWER, MORE]}, [[USER, ANSWER, MORE]]),
+    ({"messages": [SYSTEM, USER, ANSWER, MORE, ANSWER]}, [[SYSTEM, USER, ANSWER, MORE]]),
+    ({"messages": [USER, MORE], "turns": 2, "input_ids": [1]}, [[USER, MORE]]),
+    ({"conversations": SHAREGPT}, [[USER, ANSWER, MORE]]),
+    ({"conversations": [{"from": "system", "value": "s"}, *SHAREGPT[:1]]}, [[SYSTEM, USER]]),
+    ({"instruction": "u", "input": "", "output": "b"}, [[USER]]),
+    ({"instruction": "v", "history": [["u", "a"]], "output": "b", "system": "s"}, [[SYSTEM, USER, ANSWER, MORE]]),
+    ({"question": "u", "answer": "b"}, [[USER]]),
+    ({"prompt": [USER, ANSWER, MORE], "completion": "b"}, [[USER, ANSWER, MORE]]),
+]
+
+
+def asked_in(path: Path, **settings: Any) -> list[tuple[str, list[list[dict[str, Any]]]]]:
+    prompts = load_benchmark("b", Benchmark(path=str(path), **settings))
+    return [(prompt.id, [list(turn) for turn in prompt.turns]) for prompt in prompts]
+
+
+@pytest.mark.parametrize(("row", "turns"), ASKED)
+def test_a_prompt_is_read_from_any_conversation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: dict[str, Any], turns: list[Any]
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n" + json.dumps(row) + "\r\n" + json.dumps({"id": 7} | row) + "\n")
+    assert asked_in(path) == [("b-1", turns), ("7", turns)]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: [{"id": 7} | row])
+    (prompt,) = load_benchmark("b", Benchmark(hub="some/set"))
+    assert (prompt.id, [list(turn) for turn in prompt.turns]) == ("b-0", turns)
+
+
+def test_tools_stand_before_what_is_asked(tmp_path: Path, tiny_run: Run, tiny_target: Target) -> None:
+    call = {"function": {"name": "look_up", "arguments": {"word": "u"}}}
+    talk = [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "r"},
+        ANSWER,
+    ]
+    rows = [{"messages": talk, "tools": [{"name": "look_up"}]}, {"turns": ["u", "v"], "tools": [{"name": "count"}]}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = copy.deepcopy(tiny_target.tokenizer)
+    tokenizer.chat_template = (
+        "{% for t in tools %}{{ t.name }};{% endfor %}"
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}(){% endfor %};"
+        "{% endfor %}"
+    )
+    conversations = Conversations(tiny_run, tokenizer, load_benchmark("b", Benchmark(path=str(path))))
+    first, second = (tokenizer.decode(prompt.ids) for prompt in conversations.ask(0)[0])
+    assert (first, second) == ("look_up;u;look_up();r;", "count;u;")
+    conversations.reply("b-1", "a")
+    assert tokenizer.decode(conversations.ask(1)[0][0].ids) == "count;u;a;v;"
+
+
+def test_prompts_lie_in_any_file_that_training_reads(tmp_path: Path) -> None:
+    rows = [{"id": None, "conversations": SHAREGPT}, {"id": "own", "conversations": SHAREGPT}]
+    wanted = [("b-0", [[USER, ANSWER, MORE]]), ("own", [[USER, ANSWER, MORE]])]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "1.jsonl").write_text(lines)
+    (folder / "2.jsonl.gz").write_bytes(gzip.compress(lines.replace("own", "other").encode()))
+    (tmp_path / "rows.json").write_text(json.dumps(rows, indent=1))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    datasets.DatasetDict({"test": datasets.Dataset.from_list(rows)}).save_to_disk(tmp_path / "saved")
+    for path in (folder / "1.jsonl", tmp_path / "rows.json", tmp_path / "rows.parquet", tmp_path / "saved"):
+        assert asked_in(path) == wanted
+    assert [id for id, _ in asked_in(folder / "2.jsonl.gz")] == ["b-0", "other"]
+    assert [id for id, _ in asked_in(folder)] == ["b-0", "own", "b-2", "other"]
+    assert asked_in(folder, limit=1) == wanted[:1]
+
+
+def test_a_limit_reads_no_further(tmp_path: Path) -> None:
+    whole = gzip.compress(b'{"turns": ["u"]}\n{"turns": ["v"]}\n' + os.urandom(4 << 20))
+    (tmp_path / "rows.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    assert asked_in(tmp_path / "rows.jsonl.gz", limit=2) == [("b-0", [[USER]]), ("b-1", [[MORE]])]
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"text": "u"}, "no prompt that the target could answer (text or token ids ask no question)"),
+        ({"input_ids": [1, 2]}, "no prompt that the target could answer (text or token ids ask no question)"),
+        ({"title": "u"}, "none of the known fields is there (fields: title)"),
+        ({"turns": []}, "no messages"),
+        ({"conversations": SHAREGPT[1:]}, "the assistant speaks before any user (first: assistant)"),
+        ([1], "the row is not an object with fields (found list)"),
+    ],
+)
+def test_a_row_that_asks_nothing_is_named_with_a_remedy(tmp_path: Path, row: Any, why: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"turns": ["u"]}) + "\n\n" + json.dumps(row) + "\n")
+    with pytest.raises(BadInput) as refused:
+        load_benchmark("b", Benchmark(path=str(path)))
+    assert str(refused.value) == (
+        f"benchmark `b`: {path}, line 3: {why}; correct the row or take it out: a prompt needs one of messages, "
+        "conversations, turns, instruction, prompt (and response)"
+    )
+    pq.write_table(pa.table({"text": ["u"]}), tmp_path / "rows.parquet")
+    with pytest.raises(BadInput, match=r"benchmark `b`: .*rows\.parquet, row 1: no prompt"):
+        load_benchmark("b", Benchmark(path=str(tmp_path / "rows.parquet")))
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("none.jsonl", "does not exist: correct the path"), ("rows.xml", "unknown kind of file")]
+)
+def test_a_file_that_cannot_be_read_names_its_benchmark(tmp_path: Path, name: str, why: str) -> None:
+    (tmp_path / "rows.xml").write_text("<a/>")
+    with pytest.raises(BadInput, match=f"benchmark `b`: .*{name}.* ?{why}"):
+        load_benchmark("b", Benchmark(path=str(tmp_path / name)))
 
 
 def test_presets_name_what_is_missing_where_the_hub_is_out_of_reach() -> None:

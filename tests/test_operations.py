@@ -285,12 +285,13 @@ def test_doctor_fails_on_files_that_are_not_there(run_file: str, capsys: pytest.
 
 def test_doctor_reads_benchmarks(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("good.jsonl").write_text('{"turns": ["Say a word."]}\n')
-    Path("other.jsonl").write_text('{"conversations": [{"from": "human", "value": "Say a word."}]}\n')
-    paths = {name: {"path": f"{name}.jsonl"} for name in ("good", "other")}
+    Path("twin.jsonl").write_text('{"conversations": [{"from": "human", "value": "Say a word."}]}\n')
+    Path("other.jsonl").write_text('{"text": "A word."}\n')
+    paths = {name: {"path": f"{name}.jsonl"} for name in ("good", "twin", "other")}
     checks = asked(run_file, capsys, eval={"benchmarks": paths})
-    assert checks["benchmark good"]["found"] == "1 prompts"
+    assert checks["benchmark good"]["found"] == checks["benchmark twin"]["found"] == "1 prompts"
     assert checks["benchmark other"]["status"] == "failure"
-    assert "needs `turns`" in checks["benchmark other"]["found"]
+    assert "other.jsonl, line 1: no prompt that the target" in checks["benchmark other"]["found"]
 
 
 def test_doctor_chooses_mask_tokens(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:

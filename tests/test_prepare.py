@@ -319,10 +319,10 @@ def test_contamination_is_counted_with_ids(run_of: MakeRun, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("body", "why"),
     [
-        (None, "cannot read"),
+        (None, "does not exist"),
         ("", "holds no prompts"),
-        ('{"instruction": "Add.", "output": "4"}\n', "needs `turns`"),
-        ("not json\n", "line 1: not JSON"),
+        ('{"token_ids": [1, 2]}\n', "line 1: no prompt that the target could answer"),
+        ("not json\n", "line 1: the line is not JSON"),
         ('{"id": "a", "turns": ["x"]}\n{"id": "a", "turns": ["y"]}\n', "repeats 1 ids"),
     ],
 )

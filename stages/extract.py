@@ -26,6 +26,7 @@ from data.shaping import cache_settings
 
 if TYPE_CHECKING:
     from data.codec import Codec
+    from data.tokens import TokenRow
     from pipeline.encoder import Teacher
     from pipeline.extraction import Extraction, Meter, Shard
     from pipeline.head import TargetHead
@@ -196,11 +197,11 @@ class Part:
         wanted = self.tokens["files"][0]
         if not self.table.exists() or file_record(self.table, self.table.parent) != wanted:
             raise BadInput(f"{self.table}: not the table that its manifest describes: make its part of tokens again")
-        self._check_drafters()
+        self._check_rows()
 
-    def _check_drafters(self) -> None:
-        """Refuse, before the target runs, drafters that training would refuse, and rows that no batch of theirs can
-        hold."""
+    def _check_rows(self) -> None:
+        """Refuse, before the target runs, rows with ids that it does not know, drafters that training would refuse, and
+        rows that no batch of theirs can hold."""
         from data.anchors import eligible
         from data.tokens import read_tokens
         from pipeline.batches import require_room
@@ -211,12 +212,25 @@ class Part:
         seen = occurrences((row.token_ids for row in read_tokens(self.table)), known.vocab_size)
         states = anchors = 0
         for row in read_tokens(self.table):
+            self._require_known(row, known.vocab_size)
             found = eligible(row.supervised)
             if len(found) and not row.validation:
                 states, anchors = max(states, int(found[-1])), max(anchors, len(found))
         for name, drafter in self.run.drafters.items():
             require_drafter(self.run, name, known, seen)
             require_room(self.run.train_of(name), drafter.block_size, states, anchors)
+
+    def _require_known(self, row: TokenRow, vocabulary: int) -> None:
+        """Refuse ids that are no row of the target, of which a tokenizer may know some. Those of a row's last tokens
+        would become labels without ever having met the target."""
+        from data.tokens import outside
+
+        at = outside(row.token_ids, vocabulary)
+        if at is not None:
+            raise BadInput(
+                f"{self.table}: row {row.row_id}: token {at} has id {row.token_ids[at]}, the target's vocabulary "
+                f"{vocabulary} rows: take the row out of data.train"
+            )
 
     def _works(self, part: int | None = None) -> Iterator[Work]:
         from data.tokens import read_tokens

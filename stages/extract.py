@@ -117,7 +117,8 @@ class Part:
         refuse(stale_tokens(run, part, self.tokens))
 
     def make(self) -> None:
-        from data.part import publish_part
+        from data.part import publish_part, withdraw_part
+        from data.store import open_store
 
         self.state.recover(self.manifest)
         shaped = self._shape()
@@ -127,7 +128,8 @@ class Part:
         if self.state.forced(self.manifest):
             shutil.rmtree(self.folder)
         self.state.running()
-        self.manifest.unlink(missing_ok=True)
+        self.store = open_store(self.layout, self.run.extract.store)
+        withdraw_part(self.layout, self.part, self.store)
         self._check_table()
         self._check_disk()
         body = self._body(shaped)
@@ -378,11 +380,11 @@ class Part:
 
     def _check_disk(self) -> None:
         """Refuse, before the target is loaded, to begin a cache that the disk cannot hold, whichever part begins it."""
-        from data.store import Bucket, open_store
+        from data.store import Bucket
         from pipeline.console import say, size
         from pipeline.storage import need_of
 
-        if isinstance(open_store(self.layout, self.run.extract.store), Bucket):
+        if isinstance(self.store, Bucket):
             return
         sizes = self._sizes()
         stored = sum(sizes.of(work) + 6 * len(work.row.token_ids) for work in self._works())
@@ -399,6 +401,7 @@ class Part:
     def _sweep(self, keep: set[str]) -> None:
         """Remove shards of earlier settings, which nothing names any more, and files that kills cut short."""
         from data.shard import discard
+        from data.store import Bucket
 
         for left in (*self.folder.glob(".*.tmp"), *self.layout.cache.glob(f".{self.manifest.name}.*.tmp")):
             if left.is_file():
@@ -409,3 +412,8 @@ class Part:
         for record in self.folder.glob("shard-*.json"):
             if record.with_suffix(".zarr").name not in keep:
                 record.unlink()
+        if isinstance(self.store, Bucket):
+            name = part_name(self.part)
+            kept = {*keep, "rows.parquet"}
+            left_there = (path for path in self.store.sizes(name) if path.partition("/")[0] not in kept)
+            self.store.remove(f"{name}/{path}" for path in left_there)

@@ -24,6 +24,7 @@ from data.provenance import refuse, stale_part
 from data.reader import ShardReader, remake
 from data.settings import Run
 from data.store import Bucket, Folder, open_store
+from data.tokens import outside
 
 OPEN_SHARDS = 4096
 """Shards kept open at once; each takes a handful of memory maps, of which Linux allows 65,530 a process."""
@@ -198,12 +199,27 @@ class Cache:
     def _open_shard(self, number: int) -> ShardReader:
         shard = self.shards[number]
         with understood(f"{self.store}/{shard.relative}", remake(shard.relative)):
-            return self._reader(shard)
+            reader = self._reader(shard)
+            self._require_known(number, reader.arrays["token_ids"])
+            return reader
 
     def _reader(self, shard: _Shard) -> ShardReader:
         specs = {name: (spec, shard.counts["states"]) for name, spec in self.codec.arrays().items()}
         specs |= {name: (spec, shard.counts["teacher"]) for name, spec in self.teacher_specs.items()}
         return ShardReader(self.store, shard.relative, shard.files, specs, self.manifest["compressor"], self._mapped)
+
+    def _require_known(self, number: int, ids: np.ndarray) -> None:
+        """Refuse ids that are no row of the head: as labels they point into a row of logits, unchecked on a GPU."""
+        at = outside(ids, self.vocab_size)
+        if at is None:
+            return
+        rows = np.flatnonzero(self.rows.shard == number)
+        row = rows[np.searchsorted(self.rows.token_start[rows], at, "right") - 1]
+        relative, place = self.shards[number].relative, at - self.rows.token_start[row]
+        raise BadInput(
+            f"{self.store}/{relative}: row {self.row_id(row)}: token {place} has id {ids[at]}, the target's vocabulary "
+            f"{self.vocab_size} rows: {remake(relative)}"
+        )
 
 
 def _shards(part: int, manifest: Mapping[str, Any]) -> list[_Shard]:

@@ -71,14 +71,22 @@ def write_bytes(path: Path, body: bytes) -> None:
     fsync_folder(path.parent)
 
 
+def json_bytes(body: Mapping[str, Any]) -> bytes:
+    return (json.dumps(body, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
 def write_json(path: Path, body: Mapping[str, Any]) -> None:
     """Write a JSON file atomically and durably."""
-    write_bytes(path, (json.dumps(body, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode())
+    write_bytes(path, json_bytes(body))
+
+
+def manifest_bytes(kind: str, body: Mapping[str, Any]) -> bytes:
+    return json_bytes({"format": FORMAT, "kind": kind, **body})
 
 
 def publish(path: Path, kind: str, body: Mapping[str, Any]) -> None:
     """Write a manifest: the last act of making an artefact."""
-    write_json(path, {"format": FORMAT, "kind": kind, **body})
+    write_bytes(path, manifest_bytes(kind, body))
 
 
 MAKERS = {

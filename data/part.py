@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,16 @@ from data.codec import ArraySpec, Codec, codec_from_record
 from data.errors import BadInput
 from data.layout import Layout, part_name
 from data.lock import locked
-from data.manifest import crc32c, file_record, fingerprint, publish, read_manifest, understood, write_bytes
+from data.manifest import (
+    crc32c,
+    file_record,
+    fingerprint,
+    manifest_bytes,
+    publish,
+    read_manifest,
+    understood,
+    write_bytes,
+)
 from data.settings import Run
 from data.shaping import cache_settings
 from data.shard import record_path
@@ -93,12 +102,18 @@ def publish_part(layout: Layout, part: int, body: Mapping[str, Any], shards: Seq
     path = layout.cache_part(part)
     store = open_store(layout, body["store"])
     if isinstance(store, Bucket):
-        copy = path.with_name(f".{path.name}.remote")
-        publish(copy, "cache", manifest)
-        for local, remote in ((codec_path(layout), ""), (table, part_name(part) + "/"), (copy, None)):
-            store.upload(local, path.name if remote is None else remote + local.name)
-        copy.unlink()
+        for copied in _copied(layout, part):
+            store.upload(copied, copied.relative_to(layout.cache).as_posix())
+        store.upload(manifest_bytes("cache", manifest), path.name)
     publish(path, "cache", manifest)
+
+
+def withdraw_part(layout: Layout, part: int, store: Folder | Bucket) -> None:
+    """Make a part not exist, before anything of it changes: its manifest goes, and the copy in a remote store."""
+    path = layout.cache_part(part)
+    path.unlink(missing_ok=True)
+    if isinstance(store, Bucket):
+        store.remove([path.name])
 
 
 COUNTED = ("rows", "tokens", "states", "teacher", "bytes")
@@ -107,18 +122,19 @@ COUNTED = ("rows", "tokens", "states", "teacher", "bytes")
 def upload_shard(layout: Layout, part: int, body: Mapping[str, Any], record: Mapping[str, Any]) -> Mapping[str, Any]:
     """Move a finished shard to the remote store of its part and return its record, which says so.
 
-    Nothing happens for a local store, or when it is there already. The copy on this machine goes last.
+    Nothing happens for a local store. The copy on this machine goes last.
     """
     store = open_store(layout, body["store"])
-    if isinstance(store, Folder) or "store" in record:
+    if isinstance(store, Folder):
         return record
     shard = layout.cache / part_name(part) / record["name"]
-    for file in record["files"]:
-        store.upload(shard / file["path"], f"{part_name(part)}/{shard.name}/{file['path']}")
-    moved = {**record, "store": str(store)}
-    publish(record_path(shard), "shard", moved)
-    shutil.rmtree(shard)
-    return moved
+    if "store" not in record:
+        for file in record["files"]:
+            store.upload(shard / file["path"], f"{part_name(part)}/{shard.name}/{file['path']}")
+        record = {**record, "store": str(store)}
+        publish(record_path(shard), "shard", record)
+    shutil.rmtree(shard, ignore_errors=True)  # there still, if it was uploaded before and a kill came in between
+    return record
 
 
 def rows_path(layout: Layout, part: int) -> Path:
@@ -171,13 +187,29 @@ def damage(layout: Layout, part: int, fast: bool = False) -> list[str]:
         relative = f"{part_name(part)}/{shard['name']}"
         sizes = store.sizes(relative)
         for file in shard["files"]:
-            name = f"{relative}/{file['path']}"
-            if sizes.get(file["path"]) != file["bytes"]:
-                have = sizes.get(file["path"], "no")
-                found.append(f"{store}/{name} has {have} bytes, its manifest says {file['bytes']}")
-            elif not fast and (crc := store.checksum(name)) != file["crc32c"]:
-                found.append(f"{store}/{name} has crc32c {crc:08x}, its manifest says {file['crc32c']:08x}")
+            record = {**file, "path": f"{relative}/{file['path']}"}
+            found += _complaints(store, record, sizes.get(file["path"]), "its manifest says", fast)
+    if isinstance(store, Bucket) and not found:
+        for path in filter(Path.exists, (layout.cache_part(part), *_copied(layout, part))):
+            record = file_record(path, layout.cache)
+            found += _complaints(store, record, store.size(record["path"]), f"{path} has", fast)
     return found
+
+
+def _complaints(
+    store: Folder | Bucket, record: Mapping[str, Any], size: int | None, source: str, fast: bool
+) -> Iterator[str]:
+    """What is wrong with a file of a store that has `size` bytes, by its `record`, which `source` gave."""
+    name = record["path"]
+    if size != record["bytes"]:
+        yield f"{store}/{name} has {'no' if size is None else size} bytes, {source} {record['bytes']}"
+    elif not fast and (crc := store.checksum(name)) != record["crc32c"]:
+        yield f"{store}/{name} has crc32c {crc:08x}, {source} {record['crc32c']:08x}"
+
+
+def _copied(layout: Layout, part: int) -> tuple[Path, Path]:
+    """Files that are kept on this machine, and in a remote store too, so that it has all of a part."""
+    return codec_path(layout), rows_path(layout, part)
 
 
 def _table_whole(layout: Layout, part: int, manifest: Mapping[str, Any]) -> bool:

@@ -17,7 +17,7 @@ from data.codec import ArraySpec
 from data.errors import BadInput
 from data.manifest import inside
 from data.shard import CHUNK, chunk_index
-from data.store import Bucket, Folder
+from data.store import Bucket, Folder, answering
 
 SMALL = {"token_ids": np.dtype("int32"), "supervised": np.dtype("uint8")}
 """Arrays that are one plain chunk each, whatever the compressor."""
@@ -58,6 +58,7 @@ class ShardReader:
         mapped: bool = True,
     ) -> None:
         check_sizes(store, relative, files)
+        self.store = store
         self.arrays: dict[str, np.ndarray | Chunks | zarr.Array] = {}
         folder = inside(store.path, relative) if isinstance(store, Folder) else None
         group = {} if mapped and folder else _open_arrays(store, relative)
@@ -72,7 +73,7 @@ class ShardReader:
                 self.arrays[name] = group[name]
         wanted = {file["path"]: file["crc32c"] for file in files}
         for name, dtype in SMALL.items():
-            array = _map(folder / name / "c" / "0", dtype) if folder else np.asarray(group[name][:])
+            array = _map(folder / name / "c" / "0", dtype) if folder else _whole(store, group[name])
             if len(array) and google_crc32c.value(array) != wanted[f"{name}/c/0"]:
                 raise BadInput(f"{store}/{relative}/{name}/c/0: not the bytes that were written: {remake(relative)}")
             self.arrays[name] = array
@@ -87,7 +88,8 @@ class ShardReader:
         if isinstance(array, Chunks):
             array.copy(start, stop, out)
         elif not isinstance(array, np.ndarray):
-            array.get_basic_selection((slice(start, stop),), out=_BUFFER.from_numpy_array(out))
+            with answering(self.store):
+                array.get_basic_selection((slice(start, stop),), out=_BUFFER.from_numpy_array(out))
         step = max(1, PIECE // max(1, out[:1].nbytes))
         for begin in range(0, stop - start, step):
             piece = out[begin : begin + step]
@@ -139,8 +141,13 @@ _BUFFER = default_buffer_prototype().nd_buffer
 
 
 def _open_arrays(store: Folder | Bucket, relative: str) -> dict[str, zarr.Array]:
-    with zarr.config.set(_pipeline(store)):
+    with zarr.config.set(_pipeline(store)), answering(store):
         return dict(zarr.open_group(store.zarr(relative), mode="r").arrays())
+
+
+def _whole(store: Folder | Bucket, array: zarr.Array) -> np.ndarray:
+    with answering(store):
+        return np.asarray(array[:])
 
 
 def _pipeline(store: Folder | Bucket) -> dict[str, Any]:

@@ -223,7 +223,7 @@ class Extract(Section):
     compressor: Literal["none", "zstd"] = "none"
     """Lossless compression of the stored bytes on the host."""
     store: Url | None = None
-    """`s3://bucket/prefix` for shards; null keeps them in the run's folder."""
+    """`s3://bucket/prefix` for shards, under the run's name there; null keeps them in the run's folder."""
     extras: tuple[Literal["last_hidden", "top_k"], ...] = ()
     """Teacher data for distillation: the post-norm last hidden state, or top-k log-probabilities."""
     top_k: Positive = 64

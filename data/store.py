@@ -7,18 +7,19 @@ come from the usual `AWS_*` variables (`AWS_ENDPOINT_URL`, and `AWS_ALLOW_HTTP=t
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import google_crc32c
 from zarr.abc.store import Store
-from zarr.core.buffer import default_buffer_prototype
-from zarr.core.sync import sync
-from zarr.storage import LocalStore, ObjectStore
+from zarr.storage import LocalStore, ObjectStore, StorePath
 
-from data.errors import BadInput
+from data.errors import BadInput, Failure
 from data.layout import Layout
 from data.manifest import crc32c, inside
 
@@ -49,45 +50,76 @@ class Folder:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Shards under `s3://bucket/prefix`."""
+    """Shards under `s3://bucket/prefix`. Every method raises Failure when S3 does not answer or refuses."""
 
     url: str
 
-    def _store(self, relative: str = "") -> Any:
+    @cached_property
+    def _client(self) -> Any:
         try:
             from obstore.store import S3Store
         except ImportError:
             raise BadInput("extract.store: `s3://` needs the package obstore: pip install -e '.[s3]'") from None
-        return S3Store.from_url(f"{self.url}/{relative}".rstrip("/"))
+        # Not by `from_url`, which ends a prefix at `#`, and with it the run's name.
+        bucket, _, prefix = self.url.removeprefix("s3://").partition("/")
+        return S3Store(bucket, prefix=prefix)
 
-    def zarr(self, relative: str) -> Store:
+    def zarr(self, relative: str) -> StorePath:
         """A read-only Zarr store of the group at `relative`."""
-        return ObjectStore(self._store(relative), read_only=True)
+        return StorePath(ObjectStore(self._client, read_only=True), relative)
 
     def sizes(self, relative: str) -> dict[str, int]:
         """Bytes of every object under `relative`, by path from there."""
-        return {item["path"]: item["size"] for page in self._store(relative).list() for item in page}
+        with answering(self):
+            items = [item for page in self._client.list(relative or None) for item in page]
+        return {item["path"].removeprefix(f"{relative}/"): item["size"] for item in items}
+
+    def size(self, relative: str) -> int | None:
+        """Bytes of an object; None when there is none."""
+        with answering(self):
+            try:
+                return self._client.head(relative)["size"]
+            except FileNotFoundError:
+                return None
 
     def checksum(self, relative: str) -> int:
         """crc32c of an object, every byte fetched."""
         value = 0
-        for block in self._store().get(relative).stream(min_chunk_size=8 << 20):
-            value = google_crc32c.extend(value, bytes(block))
+        with answering(self):
+            for block in self._client.get(relative).stream(min_chunk_size=8 << 20):
+                value = google_crc32c.extend(value, bytes(block))
         return value
 
-    def upload(self, path: Path, relative: str) -> None:
-        """Put a file of this machine under `relative`."""
-        buffer = default_buffer_prototype().buffer.from_bytes(path.read_bytes())
-        sync(ObjectStore(self._store()).set(relative, buffer))
+    def upload(self, body: Path | bytes, relative: str) -> None:
+        """Put a file of this machine, or bytes, under `relative`; a large file goes in pieces, and is there as a
+        whole."""
+        with answering(self):
+            self._client.put(relative, body)
 
-    def remove(self, relative: str) -> None:
-        """Delete every object under `relative`."""
-        store = self._store(relative)
-        for page in store.list():
-            store.delete([item["path"] for item in page])
+    def remove(self, paths: Iterable[str]) -> None:
+        """Delete objects, also some that are not there."""
+        with answering(self):
+            self._client.delete(list(paths))
 
     def __str__(self) -> str:
         return self.url
+
+
+@contextmanager
+def answering(store: Folder | Bucket) -> Iterator[None]:
+    """Around requests to a store.
+
+    Raises Failure when it is a bucket that does not answer, refuses, or is not there.
+    """
+    try:
+        yield
+    except Exception as error:
+        # obstore's, named rather than imported; it has Python's own for what is not there.
+        theirs = type(error) is FileNotFoundError or type(error).__module__ == "obstore.exceptions"
+        if isinstance(store, Folder) or not theirs:
+            raise
+        why = str(error).partition("\n\nDebug source")[0]
+        raise Failure(f"{store}: {why}: see that the bucket exists, and that the AWS_* variables are for it") from error
 
 
 def open_store(layout: Layout, store: str | None) -> Folder | Bucket:
@@ -97,7 +129,6 @@ def open_store(layout: Layout, store: str | None) -> Folder | Bucket:
     """
     if store is None:
         return Folder(layout.cache)
-    parts = urlsplit(store)
-    if parts.scheme != "s3" or not parts.netloc:
+    if not re.fullmatch(r"s3:/(/(?!\.\.?(/|$))[^/]+)+/?", store):
         raise BadInput(f"extract.store: {store!r} is not of the form s3://bucket/prefix")
     return Bucket(f"{store.rstrip('/')}/{layout.folder.name}/cache")

@@ -56,6 +56,14 @@ def row_hash(row_id: str) -> int:
     return stable_hash(row_id)
 
 
+def outside(ids: np.ndarray, vocab_size: int) -> int | None:
+    """Where the first of `ids` (int32) that is not in [0, vocab_size) lies; None when all are."""
+    unsigned = ids.view(np.uint32)  # a negative id is a large one
+    if not len(ids) or unsigned.max() < vocab_size:
+        return None
+    return int(np.argmax(unsigned >= vocab_size))
+
+
 def in_validation(row_id: str, share: float) -> bool:
     """Whether a row is held out. It depends on the id alone, so that adding rows moves none."""
     return stable_hash(f"validation:{row_id}") < share * 2.0**64

@@ -49,8 +49,9 @@ def write_gradient(
 ) -> None:
     """Fill `gradient` [N, V], of any float type and perhaps `logits` itself, `losses` float32 [N] and `hits` int32 [N].
 
-    `logits` [N, V], contiguous. N may come as [A, K]: `labels` int32, -1 invalid; `weights` float32, scale included, 0
-    where invalid; `gains` float32: the weights in units of `gradient`.
+    `logits` [N, V], contiguous. N may come as [A, K]: `labels` int32, -1 invalid, all below V, or the kernel would read
+    past its row (`Cache` refuses such ids); `weights` float32, scale included, 0 where invalid; `gains` float32: the
+    weights in units of `gradient`.
     """
     grid = (logits.shape[0],)
     row_gradient[grid](

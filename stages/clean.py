@@ -8,15 +8,19 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from data.errors import BadInput
-from data.layout import Layout, part_name
+from data.layout import Layout
 from data.manifest import fsync_folder, read_json
 from data.settings import Run, load_run
 from pipeline.console import say, size
 from pipeline.journal import read_status, statuses
+
+if TYPE_CHECKING:
+    from data.store import Bucket
 
 USERS = {"cache": ("extract", "verify", "train"), "checkpoints": ("train", "eval", "export")}
 """Stages that read or write what is to be deleted: others may go on meanwhile."""
@@ -24,11 +28,19 @@ USERS = {"cache": ("extract", "verify", "train"), "checkpoints": ("train", "eval
 
 @dataclass(frozen=True)
 class Doomed:
-    """Something to delete: `first` is what makes it count as there, and goes before the rest."""
+    """Something to delete: `first` is what makes it count as there, and goes before the rest; `bucket` holds more of
+    it, elsewhere."""
 
     what: str
     path: Path
     first: tuple[Path, ...] = ()
+    bucket: Bucket | None = None
+
+    def lines(self) -> Iterator[tuple[int, str]]:
+        """Bytes and place of what goes."""
+        yield _bytes(self.path), f"{self.what}  {self.path}"
+        if self.bucket is not None:
+            yield sum(self.bucket.sizes("").values()), f"shards of the cache  {self.bucket}"
 
 
 @click.command("clean")
@@ -52,15 +64,14 @@ def command(run_file: str, cache: bool, checkpoints: bool, everything: bool, yes
         return
     if (cache or everything) and (others := _readers(run)):
         say(f"other runs read this cache (cache.from) and cannot train without it: {', '.join(others)}")
-    for item in doomed:
-        click.echo(f"{size(_bytes(item.path)):>12}  {item.what}  {item.path}")
-    if not yes and not click.confirm(f"Delete {size(sum(_bytes(item.path) for item in doomed))}?"):
+    lines = [line for item in doomed for line in item.lines()]
+    for nbytes, text in lines:
+        click.echo(f"{size(nbytes):>12}  {text}")
+    if not yes and not click.confirm(f"Delete {size(sum(nbytes for nbytes, _ in lines))}?"):
         say("nothing was deleted")
         return
     for item in doomed:
         _delete(item)
-    if cache and run.extract.store is not None:
-        _empty_bucket(run, run.extract.store)
 
 
 def _require_quiet(run: Run, cache: bool, stages: tuple[str, ...] | None) -> None:
@@ -95,7 +106,21 @@ def _readers(run: Run) -> list[str]:
 def _cache(run: Run) -> Iterator[Doomed]:
     layout = Layout.of(run)
     if layout.cache.is_dir():
-        yield Doomed("hidden-state cache", layout.cache, tuple(sorted(layout.cache.glob("part-*.json"))))
+        yield Doomed("hidden-state cache", layout.cache, _manifests(layout), _bucket(run))
+
+
+def _manifests(layout: Layout) -> tuple[Path, ...]:
+    return tuple(sorted(layout.cache.glob("part-*.json")))
+
+
+def _bucket(run: Run) -> Bucket | None:
+    """Where else shards of the run's cache lie."""
+    from data.store import Bucket, open_store
+
+    if run.extract.store is None:
+        return None
+    store = open_store(Layout.of(run), run.extract.store)
+    return store if isinstance(store, Bucket) else None
 
 
 def _checkpoints(run: Run) -> Iterator[Doomed]:
@@ -117,7 +142,7 @@ def _checkpoints(run: Run) -> Iterator[Doomed]:
 def _whole(run: Run) -> Iterator[Doomed]:
     layout = Layout.of(run)
     if layout.folder.is_dir():
-        yield Doomed("the whole run", layout.folder, tuple(sorted(layout.cache.glob("part-*.json"))))
+        yield Doomed("the whole run", layout.folder, _manifests(layout), _bucket(run))
 
 
 def _delete(item: Doomed) -> None:
@@ -126,6 +151,10 @@ def _delete(item: Doomed) -> None:
         path.unlink(missing_ok=True)
     if item.first and item.path.is_dir():
         fsync_folder(item.first[0].parent)
+    if item.bucket is not None:  # before the folder, by which the rest of it is found again
+        names = item.bucket.sizes("")
+        item.bucket.remove(name for name in names if "/" not in name)
+        item.bucket.remove(names)
     shutil.rmtree(item.path)
 
 
@@ -136,12 +165,3 @@ def _bytes(path: Path) -> int:
         for folder, _, names in os.walk(path, followlinks=False)
         for name in names
     )
-
-
-def _empty_bucket(run: Run, url: str) -> None:
-    from data.store import open_store
-
-    store = open_store(Layout.of(run), url)
-    for part in range(run.extract.parts):
-        store.remove(part_name(part))
-    say(f"deleted the shards of {run.extract.parts} parts from {store}")

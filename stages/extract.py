@@ -28,6 +28,7 @@ from data.shaping import cache_settings
 
 if TYPE_CHECKING:
     from data.codec import Codec
+    from data.tokens import TokenRow
     from pipeline.encoder import Teacher
     from pipeline.extraction import Extraction, Meter, OpenWindow, Shard
     from pipeline.head import TargetHead
@@ -118,7 +119,8 @@ class Part:
         refuse(stale_tokens(run, part, self.tokens))
 
     def make(self) -> None:
-        from data.part import publish_part
+        from data.part import publish_part, withdraw_part
+        from data.store import open_store
         from pipeline.ahead import ahead
         from pipeline.extraction import OpenWindow
 
@@ -130,7 +132,8 @@ class Part:
         if self.state.forced(self.manifest):
             shutil.rmtree(self.folder)
         self.state.running()
-        self.manifest.unlink(missing_ok=True)
+        self.store = open_store(self.layout, self.run.extract.store)
+        withdraw_part(self.layout, self.part, self.store)
         self._check_table()
         self._check_disk()
         body = self._body(shaped)
@@ -203,11 +206,11 @@ class Part:
         wanted = self.tokens["files"][0]
         if not self.table.exists() or file_record(self.table, self.table.parent) != wanted:
             raise BadInput(f"{self.table}: not the table that its manifest describes: make its part of tokens again")
-        self._check_drafters()
+        self._check_rows()
 
-    def _check_drafters(self) -> None:
-        """Refuse, before the target runs, drafters that training would refuse, and rows that no batch of theirs can
-        hold."""
+    def _check_rows(self) -> None:
+        """Refuse, before the target runs, rows with ids that it does not know, drafters that training would refuse, and
+        rows that no batch of theirs can hold."""
         from data.anchors import eligible
         from data.tokens import read_tokens
         from pipeline.batches import require_room
@@ -218,12 +221,25 @@ class Part:
         seen = occurrences((row.token_ids for row in read_tokens(self.table)), known.vocab_size)
         states = anchors = 0
         for row in read_tokens(self.table):
+            self._require_known(row, known.vocab_size)
             found = eligible(row.supervised)
             if len(found) and not row.validation:
                 states, anchors = max(states, int(found[-1])), max(anchors, len(found))
         for name, drafter in self.run.drafters.items():
             require_drafter(self.run, name, known, seen)
             require_room(self.run.train_of(name), drafter.block_size, states, anchors)
+
+    def _require_known(self, row: TokenRow, vocabulary: int) -> None:
+        """Refuse ids that are no row of the target, of which a tokenizer may know some. Those of a row's last tokens
+        would become labels without ever having met the target."""
+        from data.tokens import outside
+
+        at = outside(row.token_ids, vocabulary)
+        if at is not None:
+            raise BadInput(
+                f"{self.table}: row {row.row_id}: token {at} has id {row.token_ids[at]}, the target's vocabulary "
+                f"{vocabulary} rows: take the row out of data.train"
+            )
 
     def _works(self, part: int | None = None) -> Iterator[Work]:
         from data.tokens import read_tokens
@@ -374,11 +390,11 @@ class Part:
 
     def _check_disk(self) -> None:
         """Refuse, before the target is loaded, to begin a cache that the disk cannot hold, whichever part begins it."""
-        from data.store import Bucket, open_store
+        from data.store import Bucket
         from pipeline.console import say, size
         from pipeline.storage import need_of
 
-        if isinstance(open_store(self.layout, self.run.extract.store), Bucket):
+        if isinstance(self.store, Bucket):
             return
         sizes = self._sizes()
         stored = sum(sizes.of(work) + 6 * len(work.row.token_ids) for work in self._works())
@@ -395,6 +411,7 @@ class Part:
     def _sweep(self, keep: set[str]) -> None:
         """Remove shards of earlier settings, which nothing names any more, and files that kills cut short."""
         from data.shard import discard
+        from data.store import Bucket
 
         for left in (*self.folder.glob(".*.tmp"), *self.layout.cache.glob(f".{self.manifest.name}.*.tmp")):
             if left.is_file():
@@ -405,3 +422,8 @@ class Part:
         for record in self.folder.glob("shard-*.json"):
             if record.with_suffix(".zarr").name not in keep:
                 record.unlink()
+        if isinstance(self.store, Bucket):
+            name = part_name(self.part)
+            kept = {*keep, "rows.parquet"}
+            left_there = (path for path in self.store.sizes(name) if path.partition("/")[0] not in kept)
+            self.store.remove(f"{name}/{path}" for path in left_there)

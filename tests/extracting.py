@@ -20,6 +20,7 @@ import torch
 from data.layout import Layout
 from data.manifest import file_record, publish
 from data.settings import Run
+from data.store import Bucket
 from data.tokens import TokenRow, row_hash, write_tokens
 from pipeline.targets_tiny import TOKENS
 from stages.extract import Machine, Part
@@ -84,26 +85,35 @@ class Children:
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["tests.extracting"])
 
-    def run(self, run: Run, part: int = 0, die_at: int | None = None, half: bool = False) -> int:
-        """Extract in a child; its exit code. It kills itself before its `die_at`-th call of `POINTS`."""
-        child = self.start(run, part, die_at, half)
+    def run(
+        self, run: Run, part: int = 0, die_at: int | None = None, half: bool = False, upload: int | None = None
+    ) -> int:
+        """Extract in a child; its exit code. It kills itself before its `die_at`-th call of `POINTS`, or before its
+        `upload`-th upload."""
+        child = self.start(run, part, die_at, half, upload)
         child.join(60)
         assert child.exitcode is not None, "the child hangs"
         return child.exitcode
 
-    def start(self, run: Run, part: int = 0, die_at: int | None = None, half: bool = False) -> Any:
-        arguments = (run.model_dump_json(by_alias=True, exclude_unset=True), part, die_at, half)
+    def start(
+        self, run: Run, part: int = 0, die_at: int | None = None, half: bool = False, upload: int | None = None
+    ) -> Any:
+        remote = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+        arguments = (run.model_dump_json(by_alias=True, exclude_unset=True), part, die_at, half, upload, remote)
         child = self.context.Process(target=_child, args=arguments)
         child.start()
         return child
 
 
-def _child(run: str, part: int, die_at: int | None, half: bool) -> None:
+def _child(run: str, part: int, die_at: int | None, half: bool, upload: int | None, remote: dict[str, str]) -> None:
     torch.set_num_threads(1)
+    os.environ.update(remote)
     counter = itertools.count(1)
     if die_at is not None:
         for name in POINTS:
             setattr(os, name, _deadly(getattr(os, name), name, counter, die_at, half))
+    if upload is not None:
+        Bucket.upload = _deadly(Bucket.upload, "upload", itertools.count(1), upload, False)
     extract(Run.model_validate_json(run), (part,))
 
 

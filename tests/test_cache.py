@@ -21,7 +21,7 @@ from data.manifest import inside, read_manifest, write_json
 from data.part import codec_path, damage, part_body, publish_part, rows_path, shared_codec
 from data.settings import Run
 from data.shard import ShardRow, ShardWriter, finished, record_path
-from data.tokens import row_hash
+from data.tokens import outside, row_hash
 
 LAYERS, WIDTH, VOCAB = (1, 3, 4), 32, 300
 TEACHER = {"last_hidden": ArraySpec.of((WIDTH,), "uint16")}
@@ -564,3 +564,35 @@ def test_opens_100_000_rows_in_under_2_seconds(run):
     assert len(cache) == 100_000
     assert cache.row_id(99_999) == names[-1]
     assert cache.rows.state_start[26] == 1000
+
+
+def test_an_id_outside_the_vocabulary_is_refused_where_its_shard_is_opened(run, write_cache):
+    """Its bytes are those that were written. As a label it would point past its row of logits."""
+    write_cache(run)
+    layout = Layout.of(run)
+    for part in range(2):
+        manifest = read_manifest(layout.cache_part(part), "cache")
+        write_json(layout.cache_part(part), manifest | {"vocab_size": VOCAB - 1})
+    cache, known = Cache.open(run), Cache.open(run)
+    known.vocab_size = VOCAB
+    refused = 0
+    for shard in range(len(cache.shards)):
+        rows = np.flatnonzero(cache.rows.shard == shard)
+        bad = next((row for row in rows if VOCAB - 1 in known.tokens(row)[0]), None)
+        if bad is None:
+            cache.tokens(rows[0])
+            continue
+        refused += 1
+        place = known.tokens(bad)[0].tolist().index(VOCAB - 1)
+        text = rf"part-000{shard // 3}/shard-0000{shard % 3}.zarr: row {cache.row_id(bad)}: token {place} has id 299, "
+        for row in rows[[0, -1]]:  # whatever row is asked for
+            with pytest.raises(BadInput, match=text + r"the target's vocabulary 299 rows: remove the manifest"):
+                cache.tokens(row)
+    assert refused
+
+
+@pytest.mark.parametrize(
+    ("ids", "place"), [([], None), ([0, 9], None), ([3, 10, 11], 1), ([-1], 0), ([5, -(2**31)], 1), ([2**31 - 1], 0)]
+)
+def test_ids_are_outside_below_zero_and_from_the_vocabulary_s_size_on(ids, place):
+    assert outside(np.array(ids, np.int32), 10) == place

@@ -11,6 +11,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,16 +25,17 @@ from data.cache import Cache
 from data.codec import CODECS, make_codec
 from data.errors import BadInput, Failure, Stopped
 from data.layout import Layout
-from data.manifest import read_manifest
+from data.manifest import file_record, read_manifest, write_json
 from data.part import codec_path, damage
 from data.settings import Run
 from data.shard import ShardWriter
-from data.tokens import read_tokens
+from data.tokens import read_tokens, write_tokens
 from pipeline.ahead import ahead
 from pipeline.encoder import Encoder, Teacher, compilations
 from pipeline.extraction import AHEAD, SLOTS, Extraction, Flight, OpenWindow
 from pipeline.head import load_head
 from pipeline.target import Target, load_target
+from pipeline.targets_tiny import ROWS
 from pipeline.windows import Sizes, Window, batches, padded, windows, work_of
 from stages.extract import Part
 from tests.extracting import Children, calls, extract, shards, tree, write_token_parts
@@ -277,6 +279,26 @@ def test_a_disk_too_small_is_refused_unless_forced(
         extract(run)
     assert not Layout.of(run).head.exists(), "said before the target is loaded"
     extract(run, force=True)
+
+
+def test_a_label_that_the_target_does_not_know_is_refused_with_its_row(
+    new_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row's last token never meets the target, whose embedding would refuse it, and is a label all the same."""
+    run = new_run()
+    path = Layout.of(run).tokens(0)
+    table = path.with_suffix(".parquet")
+    rows = list(read_tokens(table))
+    rows[2] = replace(rows[2], token_ids=np.append(rows[2].token_ids[:-1], np.int32(ROWS)))
+    write_tokens(table, rows)
+    write_json(path, read_manifest(path, "tokens") | {"files": [file_record(table, path.parent)]})
+    monkeypatch.setattr("pipeline.target.load_target", None)
+    place = len(rows[2].token_ids) - 1
+    with pytest.raises(
+        BadInput,
+        match=rf"{table}: row {rows[2].row_id}: token {place} has id {ROWS}, the target's vocabulary {ROWS} rows: take",
+    ):
+        extract(run)
 
 
 def free(monkeypatch: pytest.MonkeyPatch, size: int) -> None:

@@ -1,18 +1,32 @@
 """A cache on S3: written through obstore, read through Zarr, its manifest there put last."""
 
+from __future__ import annotations
+
+import http.client
+import importlib
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from data.cache import Cache
 from data.codec import make_codec
-from data.errors import BadInput
+from data.errors import BadInput, Failure
 from data.layout import Layout, part_name
 from data.manifest import read_json
 from data.part import damage, part_body, publish_part, shared_codec, upload_shard
 from data.settings import Run
 from data.shard import ShardRow, ShardWriter, finished, record_path
 from data.store import Bucket, Folder, open_store
+from stages.cli import exit_code
+from tests.extracting import Children, extract, shards
+from tests.test_train import cached, last_weights, token_row, write_run
+from tests.test_verify import follow, verify
 
 pytest.importorskip("obstore")
 LAYERS, WIDTH = (0, 2), 32
@@ -29,23 +43,23 @@ def server():
     server.stop()
 
 
-@pytest.fixture
-def bucket(server, monkeypatch):
-    for name, value in {
-        "AWS_ENDPOINT_URL": server,
-        "AWS_ALLOW_HTTP": "true",
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_REGION": "us-east-1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    import http.client
-
+@pytest.fixture(scope="module")
+def bucket(server: str) -> Iterator[str]:
+    """A prefix of a bucket there, and the environment that leads to it."""
     connection = http.client.HTTPConnection(server.removeprefix("http://"))
     connection.request("PUT", "/states")
     assert connection.getresponse().status == 200
     connection.close()
-    return "s3://states/some/prefix"
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            "AWS_ENDPOINT_URL": server,
+            "AWS_ALLOW_HTTP": "true",
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+            "AWS_REGION": "us-east-1",
+        }.items():
+            patch.setenv(name, value)
+        yield "s3://states/some/prefix"
 
 
 @pytest.fixture
@@ -121,7 +135,7 @@ def test_a_lost_object_is_found(run):
     write_cache(run)
     assert damage(Layout.of(run), 0) == []
     name = "part-0000/shard-00000.zarr/hidden/c/0/0/0"
-    open_store(Layout.of(run), run.extract.store)._store().delete(name)
+    open_store(Layout.of(run), run.extract.store).remove([name])
     assert any(name in line for line in damage(Layout.of(run), 0, fast=True))
     cache = Cache.open(run)
     out = {name: np.zeros((400, *spec.shape), spec.dtype) for name, spec in cache.codec.arrays().items()}
@@ -144,11 +158,13 @@ def test_an_uploaded_shard_that_was_lost_is_not_finished(run):
     shard = Layout.of(run).cache / "part-0000" / "shard-00000.zarr"
     fingerprint = read_json(record_path(shard), "")["fingerprint"]
     assert finished(shard, fingerprint)
-    open_store(Layout.of(run), run.extract.store)._store().delete("part-0000/shard-00000.zarr/zarr.json")
+    open_store(Layout.of(run), run.extract.store).remove(["part-0000/shard-00000.zarr/zarr.json"])
     assert finished(shard, fingerprint) is None
 
 
-@pytest.mark.parametrize("store", ["gs://bucket/x", "s3:///prefix", "/some/folder"])
+@pytest.mark.parametrize(
+    "store", ["gs://bucket/x", "s3:///prefix", "/some/folder", "s3://a//b", "s3://a/../b", "s3://a/."]
+)
 def test_other_stores_are_refused(tmp_path, store):
     with pytest.raises(BadInput, match="s3://bucket/prefix"):
         open_store(Layout(tmp_path), store)
@@ -156,3 +172,232 @@ def test_other_stores_are_refused(tmp_path, store):
 
 def test_a_folder_is_the_default(tmp_path):
     assert open_store(Layout(tmp_path), None) == Folder(tmp_path / "cache")
+
+
+def write_whole_run(folder: Path, store: str | None) -> Path:
+    """A run of two parts with some shards each and a few steps of training; the run file."""
+    rng = np.random.default_rng(1)
+    rows = [token_row(i, rng.integers(33, 120, int(rng.integers(12, 60))).tolist()) for i in range(16)]
+    extracted = {"parts": 2, "codec": "fp8", "window_bytes": 80_000, "shard_bytes": 40_000, "store": store}
+    return write_run(
+        folder, "whole", "tiny:2", rows, data={"responses": "keep"}, extract=extracted, train={"max_steps": 3}
+    )
+
+
+@pytest.fixture(scope="module")
+def near(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A whole run whose shards lie on this machine."""
+    return cached(write_whole_run(tmp_path_factory.mktemp("near"), None))
+
+
+@pytest.fixture(scope="module")
+def far(tmp_path_factory: pytest.TempPathFactory, bucket: str) -> Run:
+    """The same with its shards in the bucket."""
+    return cached(write_whole_run(tmp_path_factory.mktemp("far"), bucket))
+
+
+def contents(run: Run) -> dict[str, str]:
+    """MD5 of every object of a run's cache."""
+    client = open_store(Layout.of(run), run.extract.store)._client
+    return {item["path"]: item["e_tag"] for page in client.list() for item in page}
+
+
+def read_all(run: Run) -> None:
+    cache = Cache.open(run)
+    out = {name: np.zeros((64, *spec.shape), spec.dtype) for name, spec in cache.codec.arrays().items()}
+    for row in range(len(cache)):
+        cache.tokens(row)
+        cache.read_states(row, out, 0)
+
+
+def test_training_from_a_bucket_equals_training_from_a_folder(
+    near: Run, far: Run, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for run in (near, far):
+        assert verify(run) == 0
+        assert exit_code(["train", str(Path(run.root) / "run.yaml")]) == 0
+    assert capfd.readouterr().err.count("verified 2 parts") == 2
+    ours, theirs = last_weights(near), last_weights(far)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert len(shards(near)) == 2
+    assert not shards(far)
+
+
+FAULTS = {
+    "flipped": (
+        ["shard-00000.zarr/hidden/c/0/0/0", "shard-00001.zarr/token_ids/c/0"],
+        "has crc32c .*, its manifest says",
+        "not the bytes that were written",
+    ),
+    "lost or cut": (
+        ["shard-00000.zarr/hidden/c/0/0/0", "shard-00000.zarr/zarr.json", "shard-00001.zarr/scale/c/0/0"],
+        "has [a-z0-9]+ bytes, its manifest says",
+        "is missing",
+    ),
+    "lost copies": (["../part-0001.json", "../codec.safetensors", "rows.parquet"], "has no bytes, .* has", None),
+    "flipped copies": (["../part-0001.json", "rows.parquet"], "has crc32c .*, .* has", None),
+}
+"""Objects of part 1, what verify says of each, and a reader, which looks at no copy of what is on this machine."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_damage_in_the_bucket_is_named_and_its_remedy_works(
+    far: Run, capfd: pytest.CaptureFixture[str], fault: str
+) -> None:
+    found, says, reader_says = FAULTS[fault]
+    names = [os.path.normpath(f"part-0001/{name}") for name in found]
+    store, before = open_store(Layout.of(far), far.extract.store), contents(far)
+    for name in names:
+        body = bytearray(store._client.get(name).bytes())
+        body[len(body) // 2] ^= 1
+        if fault.startswith("flipped"):
+            store.upload(bytes(body), name)
+        elif "scale" in name:
+            store.upload(bytes(body[:-1]), name)
+        else:
+            store.remove([name])
+    assert bool(damage(Layout.of(far), 1, fast=True)) != fault.startswith("flipped")
+    assert verify(far, "--part", "1") == 1
+    error = capfd.readouterr().err
+    for name in names:
+        assert re.search(rf"{store}/{name} {says} \w+", error)
+    if reader_says is None:
+        read_all(far)
+    else:
+        with pytest.raises(BadInput, match=rf"{store}/part-0001/shard-0000.\.zarr.* {reader_says}"):
+            read_all(far)
+    follow(far, error.splitlines()[-1])
+    assert contents(far) == before
+    assert damage(Layout.of(far), 1) == []
+
+
+def test_what_is_lost_here_or_there_is_made_again(far: Run) -> None:
+    layout, before = Layout.of(far), contents(far)
+    shutil.rmtree(layout.cache / "part-0000")
+    layout.head.unlink()
+    open_store(layout, far.extract.store).remove(name for name in before if not name.startswith("part-0000"))
+    extract(far, (0, 1))
+    assert contents(far) == before
+    assert damage(layout, 0) + damage(layout, 1) == []
+    read_all(far)
+
+
+def test_kills_leave_the_same_objects_and_never_a_manifest_of_less(far: Run) -> None:
+    layout, before = Layout.of(far), contents(far)
+    part = {name for name in before if name.startswith("part-0000")}
+    layout.cache_part(0).unlink()
+    open_store(layout, far.extract.store).remove(part)
+    children, left = Children(), []
+    each = len([name for name in part if "shard-00000" in name])
+    for upload in (each // 2, each + each // 2):
+        assert children.run(far, upload=upload) != 0
+        found = part & contents(far).keys()
+        assert not layout.cache_part(0).exists()
+        assert "part-0000.json" not in found
+        left.append(len(found))
+    assert 0 < left[0] < left[1] < len(part)
+    assert children.run(far) == 0
+    assert contents(far) == before
+    assert damage(layout, 0) == []
+    assert not shards(far)
+
+
+def test_a_kill_between_a_shard_s_record_and_its_removal_leaves_no_copy_here(far: Run) -> None:
+    layout = Layout.of(far)
+    layout.cache_part(0).unlink()
+    extract(far)
+    left = layout.cache / "part-0000" / "shard-00001.zarr"
+    left.mkdir()
+    open_store(layout, far.extract.store).remove(["part-0000.json"])
+    extract(far)
+    assert not left.exists()
+
+
+def test_a_part_that_is_made_again_has_no_manifest_meanwhile(far: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, before = Layout.of(far), contents(far)
+    store = open_store(layout, far.extract.store)
+    manifest = bytes(store._client.get("part-0000.json").bytes())
+    store.remove(["part-0000/shard-00000.zarr/zarr.json"])
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("the line is cut")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Bucket, "upload", fail)
+        with pytest.raises(RuntimeError, match="the line is cut"):
+            extract(far)
+    assert "part-0000.json" not in objects(far)
+    store.upload(manifest, "part-0000.json")  # too early
+    with pytest.raises(BadInput, match=r"part-0000\.json does not exist: run `draftmill extract` first"):
+        read_all(far)
+    extract(far)
+    assert contents(far) == before
+
+
+def test_shards_that_larger_ones_replace_leave_the_bucket(far: Run) -> None:
+    before = contents(far)
+    whole = {"window_bytes": 1 << 20, "shard_bytes": 1 << 20}
+    larger = far.model_copy(update={"extract": far.extract.model_copy(update=whole)})
+    extract(larger, (0, 1))
+    assert {name.split("/")[1] for name in objects(far) if "/" in name} == {"shard-00000.zarr", "rows.parquet"}
+    read_all(larger)
+    extract(far, (0, 1))
+    assert contents(far) == before
+
+
+PREFIXES = ("s3://states/a", "s3://states/a/b", "s3://states/ab", "s3://states/a#b", "s3://states/a%41", "s3://states")
+
+
+def test_prefixes_do_not_mix(bucket: str, tmp_path: Path) -> None:
+    for prefix in PREFIXES:
+        open_store(Layout(tmp_path / "run"), prefix).upload(prefix.encode(), "part-0000/x")
+        open_store(Layout(tmp_path / "run-2"), prefix).upload(b"", "part-0000/y")
+    for prefix in PREFIXES:
+        store = open_store(Layout(tmp_path / "run"), prefix)
+        assert store.sizes("") == {"part-0000/x": len(prefix)}
+        assert bytes(store._client.get("part-0000/x").bytes()) == prefix.encode()
+
+
+@pytest.mark.parametrize("what", ["--cache", "--all"])
+def test_clean_empties_the_prefix_of_its_run_alone(
+    run: Run, bucket: str, what: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_cache(run)
+    beside = open_store(Layout(Path("far-2")), bucket)
+    beside.upload(b"x", "part-0000.json")
+    path = Path(run.root) / "run.yaml"
+    path.write_text(run.model_dump_json(by_alias=True, exclude_unset=True))
+    assert exit_code(["clean", str(path), what, "--yes"]) == 0
+    assert f"shards of the cache  {bucket}/far/cache" in capfd.readouterr().out
+    assert objects(run) == {}
+    assert not Layout.of(run).cache.exists()
+    assert beside.sizes("") == {"part-0000.json": 1}
+
+
+def test_a_bucket_that_is_not_there_is_told_before_the_target_is_loaded(
+    near: Run, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("pipeline.target.load_target", None)
+    path = write_whole_run(tmp_path, "s3://nowhere/x")
+    shutil.copytree(Path(near.root) / ".targets", tmp_path / "runs" / ".targets")
+    assert exit_code(["prepare", str(path)]) == 0
+    assert exit_code(["extract", str(path)]) == 1
+    line = capfd.readouterr().err.splitlines()[-1]
+    assert line.startswith("error: s3://nowhere/x/whole/cache: ")
+    assert line.endswith(": see that the bucket exists, and that the AWS_* variables are for it")
+
+
+def test_a_server_that_refuses_while_a_shard_is_read_is_a_failure(far: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = Cache.open(far)
+    reader.tokens(0)
+    row = int(np.argmax(reader.rows.states > 0))
+    out = {name: np.zeros((64, *spec.shape), spec.dtype) for name, spec in reader.codec.arrays().items()}
+    generic = importlib.import_module("obstore.exceptions").GenericError
+
+    async def refuse(*_: object, **__: object) -> None:
+        raise generic("Generic S3 error: 403 Forbidden\n\nDebug source:\nmuch")
+
+    monkeypatch.setattr("zarr.storage.ObjectStore.get", refuse)
+    with pytest.raises(Failure, match=r"/whole/cache: Generic S3 error: 403 Forbidden: see that the bucket exists"):
+        reader.read_states(row, out, 0)

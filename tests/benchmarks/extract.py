@@ -91,7 +91,7 @@ class RandomPart(Part):
     def _model(self, target: Target) -> dict[str, Any]:
         return {}
 
-    def _check_drafters(self) -> None:
+    def _check_rows(self) -> None:
         pass
 
     def _on_policy(self) -> dict[str, Any]:

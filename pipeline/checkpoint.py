@@ -19,13 +19,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from data.errors import BadInput, Failure
 from data.manifest import crc32c, file_record, fsync_folder, read_json, understood, write_json
 from pipeline.console import say
 from pipeline.drafter import Drafter, DrafterConfig
+from pipeline.tensor_file import save_tensors
 
 WEIGHTS, OPTIMIZER, CONFIG, META = "drafter.safetensors", "optimizer.safetensors", "config.json", "meta.json"
 FILES = (WEIGHTS, OPTIMIZER, CONFIG)
@@ -242,8 +243,8 @@ class CheckpointWriter:
         temporary = self.folder / f".{path.name}.tmp"
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        save_file(weights, temporary / WEIGHTS)
-        save_file(state, temporary / OPTIMIZER)
+        save_tensors(weights, temporary / WEIGHTS)
+        save_tensors(state, temporary / OPTIMIZER)
         (temporary / CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
         files = [temporary / name for name in FILES]
         for file in files:

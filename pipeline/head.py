@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -20,6 +19,7 @@ from data.layout import Layout
 from data.lock import locked
 from data.manifest import file_record, publish, read_manifest, understood
 from data.part import AGAIN
+from pipeline.tensor_file import save_tensors
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def save_head(head: TargetHead, path: Path) -> None:
         tensors["lm_head"] = head.lm_head.contiguous()
     if head.bias is not None:
         tensors["bias"] = head.bias.contiguous()
-    save_file(tensors, path, metadata={"scales": json.dumps(head.scales())})
+    save_tensors(tensors, path, metadata={"scales": json.dumps(head.scales())})
 
 
 def head_damage(layout: Layout, identity: Mapping[str, Any], fast: bool = False) -> str | None:

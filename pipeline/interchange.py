@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from data.errors import BadInput
@@ -25,6 +24,7 @@ from pipeline.float8 import QUANTIZATION, SCALE, quantise, widen
 from pipeline.interchange_config import LAYER, Form, TargetInfo, write_config
 from pipeline.interchange_folder import MANIFEST, new_beside, put_in_place
 from pipeline.interchange_reader import differences, read_config, target_from_config
+from pipeline.tensor_file import save_tensors
 
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -156,7 +156,7 @@ def write_union(
     if quantize == "fp8":
         stored, body["quantization_config"] = quantise(stored), QUANTIZATION
     temporary = new_beside(folder)
-    save_file(stored, temporary / WEIGHTS, metadata={"format": "pt"})
+    save_tensors(stored, temporary / WEIGHTS, metadata={"format": "pt"})
     (temporary / CARD).write_text(card, encoding="utf-8")
     (temporary / CONFIG).write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
     for name in (WEIGHTS, CARD, CONFIG):

@@ -15,6 +15,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from pipeline.tensor_file import share
+
 ROWS = 320
 """Embedding rows."""
 MERGES = (("t", "h"), ("i", "n"), ("e", "r"), ("a", "n"), ("o", "n"), ("Ġ", "t"))
@@ -35,6 +37,8 @@ def make_tiny(folder: Path, seed: int, successor: bool = False) -> None:
     tokenizer.save_pretrained(folder)
     model = tiny_model(seed, successor, tokenizer)
     model.save_pretrained(folder)
+    for file in folder.glob("*.safetensors"):
+        share(file)
     generation = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     (folder / "generation_config.json").write_text(json.dumps(generation))
 

@@ -151,6 +151,7 @@ def _dequantise(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     from pipeline.target import quiet
+    from pipeline.tensor_file import share
 
     say(f"dequantising {gguf.name} once")
     try:
@@ -165,6 +166,8 @@ def _dequantise(gguf: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     with quiet():
         model.save_pretrained(folder)
+    for file in folder.glob("*.safetensors"):
+        share(file)
 
 
 @contextmanager

@@ -110,6 +110,20 @@ def test_the_best_checkpoint_is_written_with_card_and_provenance(trained: Traine
     assert card.startswith("---\nlicense:  #")
 
 
+def test_a_server_that_runs_as_somebody_else_may_read_whatever_is_written(trained: Trained, tmp_path: Path) -> None:
+    path, run = trained
+    assert call(export.command, path).exception is None
+    (tmp_path / "new").touch()
+    wanted = {(tmp_path / "new").stat().st_mode}
+    targets = Path(run.root) / ".targets"
+    made = [
+        file for place in (Layout.of(run).folder, Layout.of_cache(run).folder, targets) for file in place.rglob("*")
+    ]
+    weights = [file for file in made if file.suffix == ".safetensors"]
+    assert {file.name for file in weights} >= {"head.safetensors", "drafter.safetensors", "model.safetensors"}
+    assert {file.stat().st_mode for file in weights} == wanted
+
+
 def test_the_cache_may_be_gone(trained: Trained) -> None:
     shutil.rmtree(Layout.of_cache(trained[1]).cache)
     assert call(export.command, trained[0]).exception is None

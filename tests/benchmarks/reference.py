@@ -3,10 +3,11 @@
     python -m tests.benchmarks.reference RUN.yaml [RUN.yaml ...] [--first 32] [--out FILE.json]
     python -m tests.benchmarks.reference RUN.yaml --codecs bf16 fp8 klt5
 
-The first form runs nothing. One line a drafter, checkpoint and benchmark: pooled acceptance length with its bootstrap
-interval, the same over the first prompts alone, and its ratio to what it is compared with, with the interval of a
-paired bootstrap over all prompts: in the first run that is the run's first drafter, in other runs the first run's
-drafter of the same name. `--codecs` first runs the whole path (Snakemake) once a codec, each from a copy of the run
+The first form runs nothing. One line a drafter, checkpoint and benchmark: the validation walk of the drafter's best
+checkpoint, pooled acceptance length with its bootstrap interval, the same over the first prompts alone, and its ratio
+to what it is compared with, with the interval of a paired bootstrap over all prompts: in the first run that is the
+run's first drafter, in other runs the first run's drafter of the same name. A drafter that is trained and not yet
+evaluated has its walk alone. `--codecs` first runs the whole path (Snakemake) once a codec, each from a copy of the run
 file under the run's root; a path that fails is said and leaves its line out. `--out` keeps the lines as JSON, from
 which `tests.benchmarks.readme` makes the README's table. Do not give `--codecs` a run file whose answers are
 regenerated unless each codec shall regenerate them.
@@ -39,6 +40,7 @@ COLUMNS = (
     "bytes a token",
     "extract s",
     "train s",
+    "walked",
     "benchmark",
     "prompts",
     "acceptance, 95 %",
@@ -74,28 +76,35 @@ def rows_of(run: Run, first: int, bases: dict[tuple[str, str], Any]) -> Iterator
     tokens = sum(count["tokens"] for count in counts)
     alone = not bases
     for drafter in run.drafters:
-        for path in sorted(layout.eval(drafter).glob("*.json")):
-            record = json.loads(path.read_text())
-            if "by_prompt" not in record:
-                continue
+        trained = layout.train_manifest(drafter)
+        best = read_manifest(trained, "drafter")["best"] if trained.exists() else None
+        shared = {
+            "run": run.name,
+            "drafter": drafter,
+            "codec": run.extract.codec,
+            "bytes_per_token": sum(count["bytes"] for count in counts) / tokens if tokens else None,
+            "extract_s": seconds(layout.benchmarks.glob("extract/*.tsv")),
+            "train_s": seconds(layout.benchmarks.glob(f"train/{drafter}.tsv")),
+            "walk": best and best["validation"] and best["validation"]["acceptance"],
+        }
+        records = [json.loads(path.read_text()) for path in sorted(layout.eval(drafter).glob("*.json"))]
+        records = [record for record in records if "by_prompt" in record]
+        for record in records:
             if alone:
                 bases.setdefault((record["benchmark"], drafter), record)
             base = _base(bases, record["benchmark"], "" if alone else drafter)
             few = np.array([counts for _, *counts in record["by_prompt"][:first]], float)
-            yield {
-                "run": run.name,
-                "drafter": drafter,
+            yield shared | {
                 "checkpoint": record["checkpoint"],
-                "codec": run.extract.codec,
-                "bytes_per_token": sum(count["bytes"] for count in counts) / tokens if tokens else None,
-                "extract_s": seconds(layout.benchmarks.glob("extract/*.tsv")),
-                "train_s": seconds(layout.benchmarks.glob(f"train/{drafter}.tsv")),
                 "benchmark": record["benchmark"],
                 "prompts": record["prompts"],
                 "acceptance": record["pooled"],
                 "first": {"prompts": len(few), "acceptance": float(pooled(few))},
                 "compared": compare(record["by_prompt"], base["by_prompt"], run.eval.seed) if base else None,
             }
+        if best and not records:
+            none = dict.fromkeys(("benchmark", "prompts", "acceptance", "first", "compared"))
+            yield shared | none | {"checkpoint": f"step-{best['step']:06d}"}
 
 
 def _base(bases: Mapping[tuple[str, str], Any], benchmark: str, drafter: str) -> Any:
@@ -120,17 +129,18 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
     """The table of `rows`."""
     lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
     for row in rows:
-        whole, ratio, few = row["acceptance"], row["compared"], row["first"]
+        whole, ratio, few, walk = row["acceptance"], row["compared"], row["first"], row.get("walk")
         cells = [
             row["run"],
             row["drafter"],
             row["checkpoint"],
             row["codec"],
             *("" if row[name] is None else f"{row[name]:,.0f}" for name in ("bytes_per_token", "extract_s", "train_s")),
-            row["benchmark"],
-            str(row["prompts"]),
-            f"**{whole['value']:.3f}** [{whole['low']:.3f}, {whole['high']:.3f}]",
-            f"{few['acceptance']:.3f} ({few['prompts']})",
+            f"{walk:.3f}" if walk else "",
+            row["benchmark"] or "",
+            str(row["prompts"] or ""),
+            f"**{whole['value']:.3f}** [{whole['low']:.3f}, {whole['high']:.3f}]" if whole else "",
+            f"{few['acceptance']:.3f} ({few['prompts']})" if few else "",
             f"{ratio['value']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]" if ratio else "",
         ]
         lines.append("| " + " | ".join(cells) + " |")

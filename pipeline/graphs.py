@@ -31,6 +31,10 @@ from pipeline.products import NarrowWeights
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+KERNELS = 64
+"""Shapes that one function may be compiled for: the optimizer's is, once for every shape of a weight."""
+
+
 def compiler(mode: str, deterministic: bool = False) -> Callable[[Function], Function]:
     """What wraps the functions of a mode: `torch.compile` with static shapes, or nothing.
 
@@ -43,6 +47,7 @@ def compiler(mode: str, deterministic: bool = False) -> Callable[[Function], Fun
     if inductor.triton.cudagraphs:
         raise Failure("torch._inductor.config.triton.cudagraphs is on: captures never nest; unset it")
     inductor.deterministic = deterministic
+    torch._dynamo.config.recompile_limit = KERNELS
     return lambda function: torch.compile(function, fullgraph=True, dynamic=False)
 
 

@@ -8,7 +8,7 @@ Muon is ours because torch's reads its learning rate on the host. Both are compa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -78,30 +78,30 @@ class Rates:
 
 
 def adamw(
-    parameters: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    means: Sequence[Tensor],
-    squares: Sequence[Tensor],
-    copies: Sequence[Tensor | None],
-    decays: Sequence[float],
+    parameter: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    copy: Tensor | None,
+    decay: float,
     betas: tuple[float, float],
     rates: Rates,
 ) -> None:
-    """AdamW (Loshchilov, Hutter 2019, algorithm 2) in place, and each weight's narrow copy; one kernel a tensor."""
-    for parameter, gradient, mean, square, copy, decay in zip(
-        parameters, gradients, means, squares, copies, decays, strict=True
-    ):
-        scaled = gradient / rates.grad_scale
-        new_mean = mean.lerp(scaled, 1 - betas[0])
-        new_square = square.lerp(scaled.square(), 1 - betas[1])
-        size = (new_square / rates.correction2).sqrt() + EPSILON
-        new = parameter * (1 - rates.lr * decay) - rates.lr * (new_mean / rates.correction1) / size
-        new = torch.where(rates.keep, parameter, new)
-        mean.copy_(torch.where(rates.keep, mean, new_mean))
-        square.copy_(torch.where(rates.keep, square, new_square))
-        parameter.copy_(new)
-        if copy is not None:
-            copy.copy_(new)
+    """AdamW (Loshchilov, Hutter 2019, algorithm 2) of one tensor in place, and its narrow copy.
+
+    One kernel, which compilers make once a shape: made for all tensors at once, it was most of the compiling.
+    """
+    scaled = gradient / rates.grad_scale
+    new_mean = mean.lerp(scaled, 1 - betas[0])
+    new_square = square.lerp(scaled.square(), 1 - betas[1])
+    size = (new_square / rates.correction2).sqrt() + EPSILON
+    new = parameter * (1 - rates.lr * decay) - rates.lr * (new_mean / rates.correction1) / size
+    new = torch.where(rates.keep, parameter, new)
+    mean.copy_(torch.where(rates.keep, mean, new_mean))
+    square.copy_(torch.where(rates.keep, square, new_square))
+    parameter.copy_(new)
+    if copy is not None:
+        copy.copy_(new)
 
 
 class Optimizer:
@@ -148,10 +148,11 @@ class Optimizer:
         rates, bad = self.run_rates(self.step_count, self.norm, self.bad)
         self.bad.copy_(bad)
         self.lr.copy_(rates.lr)
-        weights = [parameter for _, parameter in self.adamw_named]
-        gradients = [parameter.grad for parameter in weights]
-        decays = [self.train.weight_decay if weight.ndim == 2 else 0.0 for weight in weights]
-        self.run_adamw(weights, gradients, self.means, self.squares, self.copies, decays, self.train.betas, rates)
+        for (_, weight), mean, square, copy in zip(
+            self.adamw_named, self.means, self.squares, self.copies, strict=True
+        ):
+            decay = self.train.weight_decay if weight.ndim == 2 else 0.0
+            self.run_adamw(weight, weight.grad, mean, square, copy, decay, self.train.betas, rates)
         if self.muon is not None:
             ratio = self.train.muon_learning_rate / self.train.learning_rate
             self.muon.step(rates.lr * ratio, rates.grad_scale, rates.keep)

@@ -99,6 +99,7 @@ def leave_training(run: Run, drafter: Drafter, target: Target) -> None:
     writer.save(40, drafter.config, drafter.state_dict(), {}, {"fingerprint": "f", "validation": validation})
     writer.wait()
     body = {"fingerprint": "f", "target": target_record(run), "template": template_record(target.tokenizer, {})}
+    body["best"] = {"step": 40, "validation": validation}
     publish(layout.train_manifest("base"), "drafter", body)
 
 
@@ -238,8 +239,12 @@ def test_somebody_elses_drafter_stands_in_the_same_table(trained: Callable[..., 
 
 def test_the_reference_table_is_made_of_records_though_the_cache_is_gone(trained: Callable[..., Path]) -> None:
     file = trained()
+    (walked,) = of_runs([file], 2)
+    assert (walked["checkpoint"], walked["acceptance"]) == ("step-000040", None)
+    assert "| 1.500 |  |  |  |  |  |" in markdown(json.loads(json.dumps([walked])))
     assert exit_code(["eval", str(file)]) == 0
     (row,) = of_runs([file], 2)
+    assert (row["walk"], row["checkpoint"]) == (1.5, "step-000040")
     assert (row["compared"]["value"], row["first"]["prompts"], row["bytes_per_token"]) == (1.0, 2, None)
     cells = markdown(json.loads(json.dumps([row]))).splitlines()[-1].split("|")[1:-1]
     assert dict(zip(COLUMNS, map(str.strip, cells), strict=True))["of the first, 95 % (paired)"][:6] == "1.000 "

@@ -17,6 +17,11 @@ CACHE_FORMAT = 2
 """Version of the cache alone, so that a change makes nothing before it again. 2: every row has a crc32c."""
 
 
+UNUSED_MUON_RATE = 1e-3
+"""Stands for a rate that AdamW does not read: the default when it was first written down, so that no other default
+makes those drafters again."""
+
+
 def shaping(run: Run, stage: str, drafter: str | None = None) -> str:
     """The settings that shape what `stage` makes, as sorted JSON; `drafter` for train and eval."""
     settings = _STAGES[stage](run, drafter)
@@ -83,7 +88,10 @@ def _extract(run: Run, drafter: str | None) -> Settings:
 def _train(run: Run, drafter: str | None) -> Settings:
     assert drafter is not None
     watching = ("log_every", "keep_last", "keep_best", "stall_timeout", "readers", "loggers")
-    train = _dump(run.train_of(drafter), *watching)
+    settings = run.train_of(drafter)
+    train = _dump(settings, *watching)
+    if settings.optimizer == "adamw":
+        train["muon_learning_rate"] = UNUSED_MUON_RATE
     return {"drafter": _dump(run.drafter(drafter), "train", "gpus"), "train": train}
 
 

@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
 import click
 
@@ -95,6 +96,8 @@ def exit_code(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if text := shortage(error):
             return _fail(1, text)
+        if text := lost_device(error):
+            leave(_fail(1, text))
         text = no_access(error)
         return _unexpected(error) if text is None else _fail(2, text)
 
@@ -108,6 +111,25 @@ def shortage(error: BaseException) -> str | None:
     if isinstance(error, MemoryError):
         return "out of memory: lower the batch sizes of this stage in the run file"
     return None
+
+
+def lost_device(error: BaseException) -> str | None:
+    """A clear line for a GPU on which nothing runs any more in this process, else None."""
+    if type(error).__name__ != "AcceleratorError":  # torch's, named rather than imported
+        return None
+    log = getattr(error, "draftmill_log", None)
+    return (
+        f"the GPU failed ({str(error).splitlines()[0]}){f', traceback in {log}' if log else ''}: run the same command "
+        "again, it goes on from what is saved; if that fails too, `CUDA_LAUNCH_BLOCKING=1` and `train.graphs: compile` "
+        "name the kernel"
+    )
+
+
+def leave(code: int) -> NoReturn:
+    """End the process here and now: to take down what lies on a lost GPU aborts it, with another exit code."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def no_access(error: BaseException) -> str | None:

@@ -89,6 +89,31 @@ def test_errors_are_one_line_and_an_exit_code(
     assert capsys.readouterr().err.lstrip("\n") == line
 
 
+def test_a_lost_gpu_is_one_line_and_exit_code_1_whatever_its_tensors_do() -> None:
+    code = """if True:
+        import os, torch
+        from stages import cli
+
+        class Doomed:  # as a tensor on a lost device: to free it aborts the process
+            def __del__(self):
+                os.abort()
+
+        def fail(*_, **__):
+            error = torch.AcceleratorError("CUDA error: unspecified launch failure\\nmore of it")
+            error.frames = Doomed()
+            raise error
+
+        cli.group.main = fail
+        cli.main(["train", "run.yaml"])
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.startswith(
+        "error: the GPU failed (CUDA error: unspecified launch failure): run the same command"
+    )
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_an_unexpected_error_shows_where(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     raising(ZeroDivisionError("ours"), monkeypatch)
     assert cli.exit_code(["broken"]) == 1

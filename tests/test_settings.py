@@ -243,6 +243,15 @@ def test_settings_that_do_not_shape_an_artefact_move_no_fingerprint() -> None:
     assert fingerprint(shaped) == "5f844419bf1714ff6bc7899613c93da4"
 
 
+def test_muons_rate_shapes_muons_drafters_alone() -> None:
+    def trained(**train: Any) -> str:
+        return shaping(Run.model_validate(SMALL | {"train": train}), "train", "base")
+
+    assert trained() == trained(muon_learning_rate=0.5)
+    assert trained(optimizer="muon") == trained(optimizer="muon", muon_learning_rate=0.02)
+    assert trained(optimizer="muon") != trained(optimizer="muon", muon_learning_rate=0.01)
+
+
 def test_one_answer_a_prompt_is_no_setting_of_what_was_made_and_several_are() -> None:
     def answered(**settings: Any) -> Run:
         body = run_body()

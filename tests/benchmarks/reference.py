@@ -3,14 +3,14 @@
     python -m tests.benchmarks.reference RUN.yaml [RUN.yaml ...] [--first 32] [--out FILE.json]
     python -m tests.benchmarks.reference RUN.yaml --codecs bf16 fp8 klt5
 
-The first form runs nothing. One line a drafter, checkpoint and benchmark: the validation walk of the drafter's best
-checkpoint, pooled acceptance length with its bootstrap interval, the same over the first prompts alone, and its ratio
-to what it is compared with, with the interval of a paired bootstrap over all prompts: in the first run that is the
-run's first drafter, in other runs the first run's drafter of the same name. A drafter that is trained and not yet
-evaluated has its walk alone. `--codecs` first runs the whole path (Snakemake) once a codec, each from a copy of the run
-file under the run's root; a path that fails is said and leaves its line out. `--out` keeps the lines as JSON, from
-which `tests.benchmarks.readme` makes the README's table. Do not give `--codecs` a run file whose answers are
-regenerated unless each codec shall regenerate them.
+The first form runs nothing. One line a drafter, checkpoint and benchmark: the checkpoint's validation walk, pooled
+acceptance length with its bootstrap interval, the same over the first prompts alone, and its ratio to what it is
+compared with, with the interval of a paired bootstrap over all prompts: in the first run that is the run's first
+drafter, in other runs the first run's drafter of the same name. A drafter that is trained and not yet evaluated has
+its walk alone. `--codecs` first runs the whole path (Snakemake) once a codec, each from a copy of the run file under
+the run's root; a path that fails is said and leaves its line out. `--out` keeps the lines as JSON, from which
+`tests.benchmarks.readme` makes the README's table. Do not give `--codecs` a run file whose answers are regenerated
+unless each codec shall regenerate them.
 """
 
 from __future__ import annotations
@@ -94,7 +94,9 @@ def rows_of(run: Run, first: int, bases: dict[tuple[str, str], Any]) -> Iterator
                 bases.setdefault((record["benchmark"], drafter), record)
             base = _base(bases, record["benchmark"], "" if alone else drafter)
             few = np.array([counts for _, *counts in record["by_prompt"][:first]], float)
+            walked = record.get("validation")  # of this very checkpoint
             yield shared | {
+                "walk": walked["acceptance"] if walked else shared["walk"],
                 "checkpoint": record["checkpoint"],
                 "benchmark": record["benchmark"],
                 "prompts": record["prompts"],

@@ -392,8 +392,8 @@ class Benchmark(Section):
     """One set of prompts for evaluation."""
 
     path: str | None = None
-    """File or folder of conversations, of every format and kind that `data.train` reads. A last answer is left out; of
-    a list of `turns` each text is answered."""
+    """File or folder of conversations, of every format and kind that `data.train` reads. A last answer is left out and
+    may be anything; of a list of `turns` each text is answered."""
     preset: str | None = None
     """A named set loaded from the hub: gsm8k, math500, humaneval, mbpp, mt-bench, alpaca, livecodebench, arena-hard."""
     hub: str | None = None

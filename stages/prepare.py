@@ -192,7 +192,7 @@ class Preparation:
         from pipeline.console import say
 
         share = self.run.data.validation if isinstance(self.run.data.validation, float) else 0.0
-        placed = place(paths, self.parts, share, self.run.data.duplicates == "drop")
+        placed = place(paths, self.parts, share, self.run.data.duplicates == "drop", answered_later=not self.keep)
         self.check_account(paths, placed)
         total = Accounting(contaminated={name: [] for name in self.benchmarks.keys})
         for part, account, digests in workers.run(write_part, self.part_tasks(paths, placed)):

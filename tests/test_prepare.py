@@ -291,6 +291,13 @@ def test_no_two_rows_share_an_id(run_of: MakeRun) -> None:
     assert prompts == sum(row_hash(name) % 3 == 0 for name in ids)
 
 
+def test_rows_that_bring_their_answers_keep_ids_that_look_like_an_answers(run_of: MakeRun) -> None:
+    names = {"a", "a~2", "a@1", "a~2@1"}
+    path, run = run_of([chat(f"answer {name}.", id=name) for name in sorted(names)])
+    prepare(path)
+    assert {row.row_id for row in tokens_of(run)} == names
+
+
 def test_duplicates_can_be_dropped(run_of: MakeRun) -> None:
     path, run = run_of([chat("same."), chat("same."), chat("same.", id="named")], {"duplicates": "drop"})
     prepare(path)

@@ -211,6 +211,17 @@ def test_every_answer_is_accounted_for(run_of: MakeRun) -> None:
     assert any(name.removesuffix("~2") in rows_of(run) for name in dropped), "one answer of a prompt falls alone"
 
 
+def test_answers_that_repeat_one_of_their_prompt_are_counted_and_said(run_of: MakeRun) -> None:
+    likeliest = {"temperature": 1.0, "top_k": 1, "answers": 3}
+    path, run = run_of([*ROWS[:2], ROWS[0] | {"id": "the same again"}], regenerate=likeliest)
+    said = CliRunner().invoke(command, [str(path)], catch_exceptions=False).output
+    assert tokens_manifest(run)["notes"]["answer_repeated"] == 2 * 3
+    assert "3 prompts, 3 answers each; 6 answers repeat an earlier one of their prompt" in " ".join(said.split())
+    path, run = run_of(ROWS[:2], regenerate={**likeliest, "top_k": 0})
+    regenerate(path)
+    assert "answer_repeated" not in tokens_manifest(run)["notes"]
+
+
 def test_no_answer_has_the_id_of_another_row_in_whatever_part(run_of: MakeRun) -> None:
     names = [f"{name}{mark}" for name in "abcdefg" for mark in ("", "~2", "@1", "~2@1", "~", "~two")]
     _, run = run_of([{"id": name, "turns": [f"question {name}?"]} for name in names], parts=5)

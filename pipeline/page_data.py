@@ -62,6 +62,8 @@ def _account(account: Body | None) -> str:
     rows += [[f"dropped: {escape(_words(reason))}", f"{count:,}"] for reason, count in account["dropped"].items()]
     rows += [[f"noted: {escape(_words(note))}", f"{count:,}"] for note, count in account["notes"].items()]
     rows += [[f"repeats: {escape(_words(kind))}", f"{count:,}"] for kind, count in account["repeats"].items()]
+    alone = account.get("compared_alone", {})  # which older runs did not count
+    rows += [[f"not compared with rows of messages: {escape(_words(name))}", f"{n:,}"] for name, n in alone.items()]
     for name, found in account["contamination"].items():
         ids = f" ({escape(', '.join(found['ids'][:3]))}, ...)" if found["ids"] else ""
         rows.append([f"asked by benchmark {escape(name)} too{ids}", f"{found['rows']:,}"])

@@ -148,6 +148,7 @@ def test_what_became_of_the_rows_stands_on_the_page(finished: tuple[Run, str]) -
         "dropped: too few supervised1",
         "noted: end of turn added3,100",
         "repeats: same prompt5",
+        "not compared with rows of messages: token ids40",
         "asked by benchmark gsm8k too (row-7, row-<9>, ...)2",
         "asked by benchmark humaneval too0",
         "256 to 511 tokens6,272",

@@ -15,10 +15,27 @@ from data.conversations import REASONS
 LISTED = 1000
 """Ids that a manifest lists at most for one finding; the counts beside them are whole."""
 
+WHOLE = ("token_ids", "text")
+"""Formats without messages. Such a row is compared whole, with rows of its own format, and by line with benchmarks."""
+
 
 def overlap(found: Mapping[str, list[str]]) -> dict[str, Any]:
     """Rows that ask what a benchmark asks, by its name: how many, and the first ids."""
     return {name: {"rows": len(ids), "ids": ids[:LISTED]} for name, ids in sorted(found.items())}
+
+
+def compared_alone(formats: Mapping[str, int]) -> dict[str, int]:
+    """Of the rows by format, those that are `WHOLE`: repeats among them and rows of messages are not seen."""
+    return {name: formats[name] for name in WHOLE if formats.get(name)}
+
+
+def alone_lines(found: Mapping[str, int]) -> list[str]:
+    """What a person reads, given what `compared_alone` found."""
+    return [
+        f"repeats: {count} rows of format {name} are not compared with rows of messages, nor by their prompts with "
+        "rows held out, nor with benchmark prompts of more than one line"
+        for name, count in found.items()
+    ]
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """Prompt sets for evaluation: conversations in files or on the hub, read as those to train on are, and presets.
 
 A prompt has one or more *turns*; each turn is the messages that are put before the next answer. A row of `turns`
-without answers has a turn for each text of the user; of any other conversation a last answer is left out and all others
-stand. Ids are the row's own `id`, else made of the set's name and the row's number.
+without answers has a turn for each text of the user; of any other conversation a last answer is left out, unread, and
+all others stand. Ids are the row's own `id`, else made of the set's name and the row's number.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from data.conversations import REASONS, Message, Rejected, asked
+from data.conversations import REASONS, Conversation, Message, Rejected, asked
 from data.errors import BadInput
-from data.formats import FORMATS, normalise
+from data.formats import FORMATS, before_answer, normalise
+from data.messages import role_of
 from data.settings import Benchmark, Source
 from data.sources import Raw, decode, files_of
 
-ASKING = tuple(name for name in FORMATS if name not in ("token_ids", "text"))
+ASKING = tuple(name for name, shape in FORMATS.items() if shape.messages is not None)
 """Formats whose rows ask something."""
 
 
@@ -177,21 +178,34 @@ def _asks(record: Any) -> tuple[tuple[tuple[Message, ...], ...], tuple[dict[str,
 
     Raises Rejected.
     """
-    shape = _format(record) if isinstance(record, Mapping) else "auto"
-    conversation = normalise(record, shape)
-    messages = conversation.messages
-    if not messages:
+    name = _format(record) if isinstance(record, Mapping) else None
+    if name is None:
+        normalise(record)
         raise Rejected("nothing_to_answer", "text or token ids ask no question")
-    if shape == "turns" and not any(message["role"] == "assistant" for message in messages):
-        return tuple(map(tuple, asked(conversation))), conversation.tools
-    return (messages[:-1] if messages[-1]["role"] == "assistant" else messages,), conversation.tools
+    conversation = normalise(before_answer(record, name), "messages")
+    if name == "turns" and not any(role_of(turn) == "assistant" for turn in FORMATS[name].messages(record)):
+        return _each_question(conversation), conversation.tools
+    return (conversation.messages,), conversation.tools
 
 
-def _format(record: Mapping[str, Any]) -> str:
+def _each_question(conversation: Conversation) -> tuple[tuple[Message, ...], ...]:
+    """A turn for each text of the user in a row that has no answers.
+
+    Raises Rejected when that leaves a message out: nothing of a row is lost in silence.
+    """
+    turns = tuple(map(tuple, asked(conversation)))
+    taken, messages = sum(map(len, turns)), conversation.messages
+    if taken < len(messages):
+        place = f"message {taken + 1} of {len(messages)}, of role {messages[taken]['role']}"
+        raise Rejected("not_asked", f"{place}; each question ends with the user's text")
+    return turns
+
+
+def _format(record: Mapping[str, Any]) -> str | None:
     """The format to read a row in that may have the fields of several: one that asks, a list of `turns` first."""
     if isinstance(record.get("turns"), list):
         return "turns"
-    return next((name for name in ASKING if FORMATS[name].fits(record)), "auto")
+    return next((name for name in ASKING if FORMATS[name].fits(record)), None)
 
 
 def user_turns(texts: Iterable[str]) -> tuple[tuple[Message, ...], ...]:

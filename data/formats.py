@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from data.conversations import Conversation, Message, Rejected
-from data.messages import decoded, message
+from data.messages import decoded, message, nothing_in, role_of
 
 
 def detect(record: Mapping[str, Any]) -> str:
@@ -82,15 +82,50 @@ def check_turns(messages: Sequence[Message]) -> None:
 
 @dataclass(frozen=True)
 class Format:
-    """A published row shape: whether a record has it, and how to read it."""
+    """A published row shape: whether a record has it, and how to read it.
+
+    `messages` gives a record's messages as they are found (None: rows of this shape have none), `answers` names fields
+    that hold the last of them.
+    """
 
     needs: str
     fits: Callable[[Mapping[str, Any]], bool]
     read: Callable[[Mapping[str, Any]], Conversation]
+    messages: Callable[[Mapping[str, Any]], list[Any]] | None = None
+    answers: tuple[str, ...] = ()
 
 
-def from_messages(record: Mapping[str, Any], key: str = "messages") -> Conversation:
-    turns = [message(raw) for raw in sequence(record[key])]
+def talk(
+    needs: str,
+    fits: Callable[[Mapping[str, Any]], bool],
+    messages: Callable[[Mapping[str, Any]], list[Any]],
+    answers: tuple[str, ...] = (),
+) -> Format:
+    """A shape whose rows are read by their messages."""
+    return Format(needs, fits, lambda record: from_messages(record, messages(record)), messages, answers)
+
+
+def before_answer(record: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A row of messages in the format `name` as one of the format `messages` that ends before its last answer.
+
+    The answer is not looked at: it may be a placeholder, a number, a list of choices. So may the results of its tools,
+    which go with it where all are empty; any that says something is answered itself.
+
+    Raises Rejected.
+    """
+    shape = FORMATS[name]
+    assert shape.messages is not None, f"rows of format {name} have no messages"
+    rest = {key: value for key, value in record.items() if key not in (*shape.answers, "response_ids")}
+    turns = shape.messages(rest)
+    if pick(record, shape.answers) is None:
+        last = max((at for at, raw in enumerate(turns) if role_of(raw) == "assistant"), default=len(turns))
+        if all(role_of(raw) == "tool" and nothing_in(raw) for raw in turns[last + 1 :]):
+            turns = turns[:last]
+    return {**rest, "messages": turns}
+
+
+def from_messages(record: Mapping[str, Any], found: Sequence[Any]) -> Conversation:
+    turns = [message(raw) for raw in found]
     system = record.get("system")
     if isinstance(system, str) and system and (not turns or turns[0]["role"] != "system"):
         turns.insert(0, {"role": "system", "content": system})
@@ -112,35 +147,38 @@ def tools_of(record: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     return tuple(tool for tool in tools if isinstance(tool, Mapping))
 
 
-def from_prompt_response(record: Mapping[str, Any]) -> Conversation:
+def prompt_and_response(record: Mapping[str, Any]) -> list[Any]:
     prompt, answer = pick(record, PROMPTS), pick(record, RESPONSES)
     turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(sequence(prompt))
     if isinstance(answer, str):
         turns.append({"role": "assistant", "content": answer})
     elif answer is not None:
         turns.extend(sequence(answer))
-    return from_messages({**record, "messages": turns})
+    return turns
 
 
-def from_alpaca(record: Mapping[str, Any]) -> Conversation:
+def instruction_and_output(record: Mapping[str, Any]) -> list[Any]:
     more, answer = pick(record, CONTEXTS), pick(record, ANSWERS)
     prompt = record["instruction"] + (f"\n\n{more}" if isinstance(more, str) and more.strip() else "")
     turns = [turn for pair in sequence(record.get("history") or ()) for turn in alternate(sequence(pair))]
     turns.append({"role": "user", "content": prompt})
     if answer is not None:
         turns.append({"role": "assistant", "content": answer})
-    return from_messages({**record, "messages": turns})
+    return turns
 
 
 def alternate(pair: Sequence[Any]) -> list[Message]:
     return [{"role": role, "content": text} for role, text in zip(("user", "assistant"), pair, strict=False)]
 
 
-def from_turns(record: Mapping[str, Any]) -> Conversation:
-    turns = sequence(record["turns"])
-    return from_messages(
-        {**record, "messages": [t if isinstance(t, Mapping) else {"role": "user", "content": t} for t in turns]}
-    )
+def texts_and_messages(record: Mapping[str, Any]) -> list[Any]:
+    return [
+        turn if isinstance(turn, Mapping) else {"role": "user", "content": turn} for turn in listed(record, "turns")
+    ]
+
+
+def listed(record: Mapping[str, Any], *keys: str) -> list[Any]:
+    return list(sequence(pick(record, keys)))
 
 
 def from_text(record: Mapping[str, Any]) -> Conversation:
@@ -186,6 +224,7 @@ def pick(record: Mapping[str, Any], keys: Sequence[str]) -> Any:
 
 
 TOKEN_IDS = ("token_ids", "input_ids")
+CONVERSATIONS = ("conversations", "conversation")
 MASKS = ("supervised", "loss_mask", "assistant_masks", "assistant_mask")
 PROMPTS = ("prompt", "question", "query", "problem")
 RESPONSES = ("response", "completion", "answer", "solution", "output")
@@ -195,15 +234,15 @@ ANSWERS = ("output", "response", "completion", "answer")
 
 FORMATS: dict[str, Format] = {
     "token_ids": Format("token_ids or input_ids", lambda r: pick(r, TOKEN_IDS) is not None, from_token_ids),
-    "messages": Format("messages", lambda r: r.get("messages") is not None, from_messages),
-    "conversations": Format(
-        "conversations",
-        lambda r: pick(r, ("conversations", "conversation")) is not None,
-        lambda r: from_messages({**r, "messages": pick(r, ("conversations", "conversation"))}),
+    "messages": talk("messages", lambda r: r.get("messages") is not None, lambda r: listed(r, "messages")),
+    "conversations": talk(
+        "conversations", lambda r: pick(r, CONVERSATIONS) is not None, lambda r: listed(r, *CONVERSATIONS)
     ),
-    "turns": Format("turns", lambda r: r.get("turns") is not None, from_turns),
-    "alpaca": Format("instruction", lambda r: isinstance(r.get("instruction"), str), from_alpaca),
-    "prompt_response": Format("prompt (and response)", lambda r: pick(r, PROMPTS) is not None, from_prompt_response),
+    "turns": talk("turns", lambda r: r.get("turns") is not None, texts_and_messages),
+    "alpaca": talk("instruction", lambda r: isinstance(r.get("instruction"), str), instruction_and_output, ANSWERS),
+    "prompt_response": talk(
+        "prompt (and response)", lambda r: pick(r, PROMPTS) is not None, prompt_and_response, RESPONSES
+    ),
     "text": Format("text", lambda r: isinstance(r.get("text"), str), from_text),
 }
 """Formats in the order in which they are tried."""

@@ -29,6 +29,24 @@ ROLES = {
 """Names of roles as they are found, and what templates call them."""
 
 
+CALL = "function_call"
+"""ShareGPT's role of a call: an assistant's turn of its own, as JSON text."""
+
+
+def role_of(raw: Any) -> str | None:
+    """What templates call the role of a message as it is found; None when it has none that they know."""
+    name = raw.get("role", raw.get("from")) if isinstance(raw, Mapping) else None
+    if name == CALL:
+        return "assistant"
+    return ROLES.get(name.strip().lower()) if isinstance(name, str) else None
+
+
+def nothing_in(raw: Mapping[str, Any]) -> bool:
+    """Whether a message as it is found has no content."""
+    content = raw.get("content", raw.get("value"))
+    return not (content.strip() if isinstance(content, str) else content)
+
+
 def message(raw: Any) -> Message:
     """One turn in OpenAI's or ShareGPT's form.
 
@@ -36,13 +54,11 @@ def message(raw: Any) -> Message:
     """
     if not isinstance(raw, Mapping):
         raise Rejected("wrong_format", f"a message is {type(raw).__name__}")
-    name = raw.get("role", raw.get("from"))
-    if name == "function_call":  # ShareGPT: a call is a turn of its own, as JSON text
-        raw = {"role": "assistant", "tool_calls": [decoded(raw.get("value"))]}
-        name = "assistant"
-    role = ROLES.get(name.strip().lower()) if isinstance(name, str) else None
+    role = role_of(raw)
     if role is None:
-        raise Rejected("unknown_role", repr(name)[:80])
+        raise Rejected("unknown_role", repr(raw.get("role", raw.get("from")))[:80])
+    if raw.get("role", raw.get("from")) == CALL:
+        raw = {"role": "assistant", "tool_calls": [decoded(raw.get("value"))]}
     calls = tool_calls(raw)
     reasoning = next((raw[key] for key in ("reasoning_content", "reasoning", "thinking") if raw.get(key)), None)
     content = text_of(raw.get("content", raw.get("value")), optional=bool(calls) or bool(reasoning))

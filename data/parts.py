@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pyarrow.compute as pc
 
 from data.accounting import Accounting
 from data.conversations import Conversation
-from data.spill import Placed, bucket_rows, buckets, read_spill
+from data.spill import Placed, answer_id, bucket_rows, buckets, read_spill
 from data.tokens import SCHEMA, TableWriter, read_batches, row_hash
 
 PROMPTS = pa.schema(
@@ -53,20 +52,10 @@ def read_prompts(path: Path) -> Iterator[Prompt]:
 
 
 def each_answer(prompts: Iterable[Prompt], answers: int) -> Iterator[Prompt]:
-    """A part's prompts, each as often as it is answered.
-
-    The first keeps the prompt's id, the others are called `ID~2`, `ID~3`, ... No piece's id (`ID@TURN`) ends like that;
-    where another row of the part has that id, one more `~` makes a new one.
-    """
-    prompts = list(prompts)
-    taken = {prompt.row_id for prompt in prompts}
+    """A part's prompts, each as often as it is answered, with ids of the answers."""
     for prompt in prompts:
-        yield prompt
-        for number in range(1, answers):
-            names = (f"{prompt.row_id}{'~' * marks}{number + 1}" for marks in count(1))
-            name = next(name for name in names if name not in taken)
-            taken.add(name)
-            yield replace(prompt, row_id=name, number=number)
+        for number in range(answers):
+            yield replace(prompt, row_id=answer_id(prompt.row_id, number), number=number)
 
 
 def write_part(

@@ -149,7 +149,9 @@ class Regenerate(Section):
     """Ask this server instead of running the target here."""
     answers: Positive = 1
     """Answers a prompt; more than one needs a temperature above 0. Each is a row of its own, and all of a prompt are
-    held out together or not at all."""
+    held out together or not at all. Held-out rows are sampled alike, so that training is validated by a walk over
+    sampled answers, whose acceptance is not that of greedy decoding. Answers that repeat one of their prompt are kept
+    and counted."""
     max_new_tokens: Positive = 512
     """Longest answer, in tokens."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
@@ -204,6 +206,15 @@ class Data(Section):
     """Exact duplicates of a row: counted, or dropped too."""
     max_dropped: Share = 0.5
     """Fail when a larger share of rows than this is dropped."""
+
+    @model_validator(mode="after")
+    def _answers_are_asked_for(self) -> Data:
+        if self.responses == "keep" and self.regenerate.answers > 1:
+            raise ValueError(
+                f"regenerate.answers {self.regenerate.answers} with `responses: keep`, which asks for none: set "
+                "`responses: regenerate`, or leave `answers` out"
+            )
+        return self
 
 
 Codec = Literal["float32", "bf16", "fp8", "int8-outlier", "klt6", "klt5", "klt4"]
@@ -392,8 +403,8 @@ class Benchmark(Section):
     """One set of prompts for evaluation."""
 
     path: str | None = None
-    """File or folder of conversations, of every format and kind that `data.train` reads. A last answer is left out; of
-    a list of `turns` each text is answered."""
+    """File or folder of conversations, of every format and kind that `data.train` reads. A last answer is left out and
+    may be anything; of a list of `turns` each text is answered."""
     preset: str | None = None
     """A named set loaded from the hub: gsm8k, math500, humaneval, mbpp, mt-bench, alpaca, livecodebench, arena-hard."""
     hub: str | None = None

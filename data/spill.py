@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from data.tokens import in_validation, row_hash
 
@@ -40,6 +41,9 @@ SPILL = pa.schema(
 )
 """A conversation is one row with `turn` -1 and its `record`, and a row more for each of its answers that is a token row
 of its own (`turn`: the answer's number), directly behind it."""
+
+MADE_LATER = r"[~@][0-9]+$"
+"""How the ids end that `answer_id` and `piece_id` make."""
 
 
 def write_spill(path: Path, table: pa.Table, report: dict[str, Any]) -> None:
@@ -122,11 +126,18 @@ def piece_id(row_id: str, turn: int) -> str:
     return row_id if turn < 0 else f"{row_id}@{turn}"
 
 
-def place(paths: list[Path], parts: int, share: float, drop_duplicates: bool) -> Placed:
+def answer_id(row_id: str, number: int) -> str:
+    """Id of a prompt's answer; 0 is its first, which keeps the prompt's own."""
+    return row_id if number == 0 else f"{row_id}~{number + 1}"
+
+
+def place(paths: list[Path], parts: int, share: float, drop_duplicates: bool, answered_later: bool) -> Placed:
     """Final ids, parts and validation marks of all rows, in the order of the input. `share`: part held out by id.
 
     A row without an id is called content digest + "-" + occurrence number; a repeated id gets "#" + its number. An id
-    that another row has been given this way gets one more number: no two rows share an id.
+    that another row has been given this way gets one more number: no two rows share an id. Of rows that are
+    `answered_later`, one whose id ends as if it were made then gets "#0", so that no answer and no piece of one, in
+    whatever part, has another row's id either.
     """
     ids, contents, prompts, finals = Seen(), Seen(), Seen(), Seen()
     placed = Placed([])
@@ -140,7 +151,7 @@ def place(paths: list[Path], parts: int, share: float, drop_duplicates: bool) ->
         placed.same_content += int((again > 0).sum())
         placed.same_prompt += int((prompts.occurrences(hashes["prompt_hash"][main]) > 0).sum())
         number = ids.occurrences(hashes["id_hash"][main])[home]
-        placement = _placement(table, hashes["id_hash"], number, parts, share, finals)
+        placement = _placement(table, hashes["id_hash"], number, parts, share, answered_later, finals)
         if drop_duplicates:
             placement.part[again[home] > 0] = -1
         placed.chunks.append(placement)
@@ -150,16 +161,25 @@ def place(paths: list[Path], parts: int, share: float, drop_duplicates: bool) ->
 
 
 def _placement(
-    table: pa.Table, hashes: np.ndarray, number: np.ndarray, parts: int, share: float, finals: Seen
+    table: pa.Table,
+    hashes: np.ndarray,
+    number: np.ndarray,
+    parts: int,
+    share: float,
+    answered_later: bool,
+    finals: Seen,
 ) -> Placement:
     held_out = table["held_out"].to_numpy(zero_copy_only=False).copy()
     turns = table["turn"].to_numpy()
     own = table["own_id"].to_numpy(zero_copy_only=False)
+    numbered = number > 0
+    if answered_later:
+        numbered |= pc.match_substring_regex(table["row_id"], MADE_LATER).to_numpy()
     final = hashes.copy()
     renamed = {}
-    for at in np.flatnonzero((number > 0) | (turns >= 0)).tolist():
+    for at in np.flatnonzero(numbered | (turns >= 0)).tolist():
         row_id = table["row_id"][at].as_py()
-        if number[at]:
+        if numbered[at]:
             row_id = f"{row_id}#{number[at]}" if own[at] else f"{row_id.rpartition('-')[0]}-{number[at]}"
             held_out[at] = held_out[at] if share == 0.0 else in_validation(row_id, share)
         renamed[at] = piece_id(row_id, int(turns[at]))

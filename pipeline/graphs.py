@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -32,13 +32,15 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 KERNELS = 64
-"""Shapes that one function may be compiled for: the optimizer's is, once for every shape of a weight."""
+"""Kernels that the optimizer's function may be compiled into: it is, once for every shape of a weight."""
 
 
-def compiler(mode: str, deterministic: bool = False) -> Callable[[Function], Function]:
+def compiler(mode: str, deterministic: bool = False, kernels: int | None = None) -> Callable[[Function], Function]:
     """What wraps the functions of a mode: `torch.compile` with static shapes, or nothing.
 
     `deterministic` keeps Inductor from choosing kernels by timing them, so that another process chooses the same.
+    A function that compiles again and again without need fails at torch's own limit, early, unless `kernels` says that
+    it has so many shapes.
     """
     if mode == "eager":
         return lambda function: function
@@ -47,8 +49,26 @@ def compiler(mode: str, deterministic: bool = False) -> Callable[[Function], Fun
     if inductor.triton.cudagraphs:
         raise Failure("torch._inductor.config.triton.cudagraphs is on: captures never nest; unset it")
     inductor.deterministic = deterministic
-    torch._dynamo.config.recompile_limit = KERNELS
-    return lambda function: torch.compile(function, fullgraph=True, dynamic=False)
+
+    def wrap(function: Function) -> Function:
+        compiled = torch.compile(function, fullgraph=True, dynamic=False)
+        return compiled if kernels is None else _of_many_kernels(compiled, kernels)
+
+    return wrap
+
+
+def _of_many_kernels(compiled: Function, kernels: int) -> Function:
+    """A compiled function with a limit of its own (torch 2.13 takes one with `torch.compile`, 2.11 does not).
+
+    torch looks at the limit when a call compiles, so it is set around calls; a replayed graph makes none.
+    """
+    limit = torch._dynamo.config.patch(recompile_limit=kernels)
+
+    def run(*arguments: Any) -> Any:
+        with limit:
+            return compiled(*arguments)
+
+    return cast(Function, run)
 
 
 def context_of(drafter: Drafter, codec: Codec, taps: Sequence[int] | None, noise: float, arrays: dict[str, Tensor],
@@ -138,7 +158,7 @@ class Step:
         self.run_layer, self.run_norm, self.hits = wrap(run_layer), wrap(run_norm), wrap(chunk_hits)
         self.narrow = NarrowWeights(drafter, dtype, fp8, wrap) if dtype != torch.float32 else None
         copies = self.narrow.copies if self.narrow is not None and optimizer.muon is None else {}
-        optimizer.attach(copies, wrap)
+        optimizer.attach(copies, compiler(mode, deterministic, KERNELS))
         self.refresh_apart = self.narrow is not None and not copies
         kernel = device.type == "cuda" and mode != "eager"
         self.loss = ChunkedLoss(head, rule, shape.blocks, fp8=fp8, compiled=wrap, kernel=kernel)

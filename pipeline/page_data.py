@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from html import escape
 
+from data.settings import Data
 from pipeline.figures import amount
 from pipeline.page_parts import figure, share, table
 from pipeline.report import Body, Story
@@ -21,7 +22,7 @@ def data_section(story: Story, pictures: Mapping[str, str]) -> str:
     if story.cache is not None:
         cache = story.cache
         taps = ", ".join(map(str, cache.layers))
-        shown += _on_policy(cache.on_policy, story.run.data.responses == "keep") + (
+        shown += _on_policy(cache.on_policy, story.run.data) + (
             f"<h3>States</h3><p>Of layers {taps}, width {cache.width}, codec {escape(cache.codec)}, "
             f"compressor {escape(cache.compressor)}. What the states take under each codec:</p>"
             + figure(pictures, "codecs")
@@ -29,15 +30,23 @@ def data_section(story: Story, pictures: Mapping[str, str]) -> str:
     return shown + _row_example(story.tokens)
 
 
-def _on_policy(found: Body, kept: bool) -> str:
-    """How much of what is learned the target would say itself; `kept`: the answers are the rows' own."""
+def _on_policy(found: Body, settings: Data) -> str:
+    """How much of what is learned the target would say itself, and what the rest is by where the answers come from."""
     if found["share"] is None:
         return ""
-    remedy = " (<code>data.responses: regenerate</code> lets it answer itself)" if kept else ""
+    temperature = settings.regenerate.temperature
+    rest = "teaches drafts that it will not accept"
+    if settings.responses == "keep":
+        rest += " (<code>data.responses: regenerate</code> lets it answer itself)"
+    elif temperature:
+        rest = (
+            f"it drew itself, at temperature {temperature:g}: drafts that it accepts where it is sampled so, as often "
+            "as it would draw them, and not where it decodes greedily"
+        )
     return (
         f"<h3>On-policy</h3><p><b>{share(found['share'])}</b> of the supervised tokens are what the target itself is "
         f"likeliest to say there, of {found['tokens']:,} tokens of {found['rows']:,} rows that it was asked for. The "
-        f"rest teaches drafts that it will not accept{remedy}.</p>"
+        f"rest {rest}.</p>"
     )
 
 
@@ -53,6 +62,8 @@ def _account(account: Body | None) -> str:
     rows += [[f"dropped: {escape(_words(reason))}", f"{count:,}"] for reason, count in account["dropped"].items()]
     rows += [[f"noted: {escape(_words(note))}", f"{count:,}"] for note, count in account["notes"].items()]
     rows += [[f"repeats: {escape(_words(kind))}", f"{count:,}"] for kind, count in account["repeats"].items()]
+    alone = account.get("compared_alone", {})  # which older runs did not count
+    rows += [[f"not compared with rows of messages: {escape(_words(name))}", f"{n:,}"] for name, n in alone.items()]
     for name, found in account["contamination"].items():
         ids = f" ({escape(', '.join(found['ids'][:3]))}, ...)" if found["ids"] else ""
         rows.append([f"asked by benchmark {escape(name)} too{ids}", f"{found['rows']:,}"])

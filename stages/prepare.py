@@ -61,6 +61,7 @@ class Preparation:
         self.state = State(self.layout.prepare_state)
         self.keep = run.data.responses == "keep"
         self.rows_read = 0
+        self.formats: Counter[str] = Counter()
 
     def make(self, check_stop: Callable[[], None]) -> None:
         from data import hub
@@ -186,14 +187,15 @@ class Preparation:
         self, workers: Workers, paths: list[Path], preparer: Preparer, check_stop: Callable[[], None]
     ) -> None:
         """Second pass: tables and manifests of all parts, after the account has been checked as a whole."""
-        from data.accounting import Accounting
+        from data.accounting import Accounting, alone_lines, compared_alone
         from data.parts import write_part
         from data.spill import place
         from pipeline.console import say
 
         share = self.run.data.validation if isinstance(self.run.data.validation, float) else 0.0
-        placed = place(paths, self.parts, share, self.run.data.duplicates == "drop")
+        placed = place(paths, self.parts, share, self.run.data.duplicates == "drop", answered_later=not self.keep)
         self.check_account(paths, placed)
+        alone = compared_alone(self.formats)
         total = Accounting(contaminated={name: [] for name in self.benchmarks.keys})
         for part, account, digests in workers.run(write_part, self.part_tasks(paths, placed)):
             check_stop()
@@ -207,11 +209,13 @@ class Preparation:
             "validation_prompts_trained_on": placed.trained_prompt,
         }
         made = {"benchmarks": self.benchmarks.record(), "made_from": self.wanted, "commits": self.commits}
-        body = {**total.body(), "repeats": repeats, **made}
+        body = {**total.body(), "repeats": repeats, "compared_alone": alone, **made}
         publish(self.layout.prepared, "accounting", body)
         for line in total.lines():
             say(line)
         say("repeats: " + ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in repeats.items()))
+        for line in alone_lines(alone):
+            say(line)
         for line in self.benchmarks.lines(total.contaminated):
             say(line)
 
@@ -259,6 +263,7 @@ class Preparation:
         for path in paths:
             report = read_spill(path)[1]
             self.rows_read += report["rows"]
+            self.formats.update(report["formats"])
             formats.update({(report["name"], name): count for name, count in report["formats"].items()})
         for (name, form), count in formats.items():
             say(f"{name}: {count} rows of format {form}")

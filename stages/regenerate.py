@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 SYNC_EVERY = 64
 """Answers between two moments at which the log is made durable."""
+REPEATED = "answer_repeated"
+"""Noted of an answer that is an earlier one of its prompt again: of a low temperature, or a server without seeds."""
 
 Answerer = Any
 """Called with the open dialogues of one round: yields (key, Reply) or (key, reason) in any order."""
@@ -144,7 +146,9 @@ class Regeneration:
         rows: list[TokenRow] = []
         dropped: list[dict[str, str]] = []
         notes: list[tuple[str, bool, str, list[str]]] = []
+        said: set[tuple[bytes, ...]] = set()
         for prompt, dialogue in dialogues:
+            said = said if prompt.number else set()
             try:
                 if prompt.row_id in failed:
                     raise failed[prompt.row_id]
@@ -158,6 +162,9 @@ class Regeneration:
                 rows.append(TokenRow(name, row.ids, row.supervised, row.finished, prompt.validation, prompt.source))
             keys = (f"{prompt.row_id}@{turn}" for turn in range(dialogue.turn + 1))
             again = ["retokenised" for key in keys if key in log.replies and log.replies[key].retokenised]
+            answer = tuple(row.ids.tobytes() for row in made)
+            again += [REPEATED] * (answer in said)
+            said.add(answer)
             notes.append((prompt.row_id, prompt.validation, prompt.source, [*dialogue.notes, *again]))
         rows.sort(key=lambda row: row_hash(row.row_id))
         self.check(dropped, len(dialogues))
@@ -222,7 +229,11 @@ class Regeneration:
         }
         publish(self.manifest, "tokens", body)
         if (answers := self.run.data.regenerate.answers) > 1:
-            say(f"{part_name(self.part)}: {self.source['counts']['kept']} prompts, {answers} answers each")
+            prompts, repeated = self.source["counts"]["kept"], account.notes[REPEATED]
+            say(
+                f"{part_name(self.part)}: {prompts} prompts, {answers} answers each; {repeated} answers repeat an "
+                "earlier one of their prompt"
+            )
         for line in account.lines():
             say(f"{part_name(self.part)}: {line}")
 

@@ -146,7 +146,8 @@ def write_data(run: Run) -> None:
     account.lengths.update({7: 1200, 8: 6272})
     account.contaminated = {"gsm8k": ["row-7", "row-<9>"], "humaneval": []}
     repeats = {"same_content": 2, "same_prompt": 5, "validation_prompts_trained_on": 0}
-    publish(layout.prepared, "accounting", {**account.body(), "repeats": repeats})
+    alone = {"compared_alone": {"token_ids": 40}}
+    publish(layout.prepared, "accounting", {**account.body(), "repeats": repeats, **alone})
     for part in range(run.extract.parts):
         publish(layout.prompts(part), "prompts", {"counts": {"rows": 3736, "dropped": 1}})
         tokens = {"counts": {"rows": 3736, "tokens": 1_204_000, "supervised": 811_000}}

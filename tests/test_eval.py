@@ -637,6 +637,8 @@ def test_messages_without_a_last_answer_are_a_prompt(tmp_path: Path) -> None:
 
 SYSTEM, USER = {"role": "system", "content": "s"}, {"role": "user", "content": "u"}
 ANSWER, MORE = {"role": "assistant", "content": "a"}, {"role": "user", "content": "v"}
+FUNCTION = {"type": "function", "function": {"name": "look_up", "arguments": {}}}
+CALL, RESULT = {"role": "assistant", "content": "", "tool_calls": [FUNCTION]}, {"role": "tool", "content": "r"}
 SHAREGPT = [{"from": who, "value": text} for who, text in (("human", "u"), ("gpt", "a"), ("human", "v"), ("gpt", "b"))]
 ASKED = [
     ({"turns": ["u", "v"]}, [[USER], [MORE]]),
@@ -651,6 +653,27 @@ ASKED = [
     ({"instruction": "v", "history": [["u", "a"]], "output": "b", "system": "s"}, [[SYSTEM, USER, ANSWER, MORE]]),
     ({"question": "u", "answer": "b"}, [[USER]]),
     ({"prompt": [USER, ANSWER, MORE], "completion": "b"}, [[USER, ANSWER, MORE]]),
+    ({"prompt": [USER, ANSWER, MORE], "completion": [CALL, RESULT, ANSWER]}, [[USER, ANSWER, MORE]]),
+    ({"messages": [USER, CALL, RESULT]}, [[USER, CALL, RESULT]]),
+]
+EMPTY = {"role": "assistant", "content": ""}
+PLACEHOLDERS = [
+    {"messages": [USER, EMPTY]},
+    {"messages": [USER, {"role": "assistant", "content": None}]},
+    {"messages": [USER, {"role": "assistant", "content": [{"type": "image", "image": "x"}]}]},
+    {"messages": [USER, CALL, {**RESULT, "content": " "}, {"role": "tool", "content": None}]},
+    {"messages": [USER, ANSWER], "response_ids": ["not", "ids"]},
+    {"messages": json.dumps([USER, EMPTY])},
+    {"conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": ""}]},
+    {"conversations": [{"from": "human", "value": "u"}, {"from": "function_call", "value": ""}]},
+    {"turns": ["u", EMPTY]},
+    {"instruction": "u", "output": ""},
+    {"instruction": "u", "output": {"text": "b"}},
+    {"question": "u", "answer": ""},
+    {"question": "u", "answer": 4},
+    {"question": "u", "answer": ["4"]},
+    {"problem": "u", "solution": [{"role": "assistant", "content": ""}], "output": 4.5},
+    {"prompt": [USER, EMPTY]},
 ]
 
 
@@ -669,6 +692,13 @@ def test_a_prompt_is_read_from_any_conversation(
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: [{"id": 7} | row])
     (prompt,) = load_benchmark("b", Benchmark(hub="some/set"))
     assert (prompt.id, [list(turn) for turn in prompt.turns]) == ("b-0", turns)
+
+
+@pytest.mark.parametrize("row", PLACEHOLDERS)
+def test_an_answer_that_is_left_out_may_be_anything(tmp_path: Path, row: dict[str, Any]) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    assert asked_in(path) == [("b-0", [[USER]])]
 
 
 def test_tools_stand_before_what_is_asked(tmp_path: Path, tiny_run: Run, tiny_target: Target) -> None:
@@ -728,6 +758,24 @@ def test_a_limit_reads_no_further(tmp_path: Path) -> None:
         ({"turns": []}, "no messages"),
         ({"conversations": SHAREGPT[1:]}, "the assistant speaks before any user (first: assistant)"),
         ([1], "the row is not an object with fields (found list)"),
+        (
+            {"question": 4, "answer": 4},
+            "the fields of the row's format are not there, or have the wrong types (expected a list, found int)",
+        ),
+        (
+            {"messages": [USER, CALL, RESULT, {"role": "tool", "content": ""}]},
+            "a user turn or tool result with nothing in it (tool)",
+        ),
+        (
+            {"turns": [USER, RESULT, MORE]},
+            "a message that no question takes in (message 2 of 3, of role tool; each "
+            "question ends with the user's text)",
+        ),
+        (
+            {"turns": ["u", SYSTEM]},
+            "a message that no question takes in (message 2 of 2, of role system; each question "
+            "ends with the user's text)",
+        ),
     ],
 )
 def test_a_row_that_asks_nothing_is_named_with_a_remedy(tmp_path: Path, row: Any, why: str) -> None:

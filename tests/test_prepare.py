@@ -291,6 +291,27 @@ def test_no_two_rows_share_an_id(run_of: MakeRun) -> None:
     assert prompts == sum(row_hash(name) % 3 == 0 for name in ids)
 
 
+def test_rows_that_bring_their_answers_keep_ids_that_look_like_an_answers(run_of: MakeRun) -> None:
+    names = {"a", "a~2", "a@1", "a~2@1"}
+    path, run = run_of([chat(f"answer {name}.", id=name) for name in sorted(names)])
+    prepare(path)
+    assert {row.row_id for row in tokens_of(run)} == names
+
+
+def test_rows_that_are_compared_with_their_own_kind_alone_are_counted_and_said(run_of: MakeRun) -> None:
+    ids = {"token_ids": [5, 6, 7, 8, 9]}
+    path, run = run_of(
+        [chat("same.", id="a"), {**ids, "id": "b"}, {**ids, "id": "c"}, {"text": "Some text.", "id": "d"}]
+    )
+    said = " ".join(prepare(path).split())
+    assert account(run)["compared_alone"] == {"token_ids": 2, "text": 1}
+    assert account(run)["repeats"]["same_content"] == 1
+    assert "repeats: 2 rows of format token_ids are not compared with rows of messages, nor by their prompts" in said
+    path, run = run_of([chat("same.", id="a")])
+    assert "not compared" not in prepare(path)
+    assert account(run)["compared_alone"] == {}
+
+
 def test_duplicates_can_be_dropped(run_of: MakeRun) -> None:
     path, run = run_of([chat("same."), chat("same."), chat("same.", id="named")], {"duplicates": "drop"})
     prepare(path)

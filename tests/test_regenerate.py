@@ -20,12 +20,13 @@ from click.testing import CliRunner
 import pipeline.server
 import pipeline.server_answers
 from data.answers import AnswerLog, Reply
-from data.conversations import Conversation, Rejected
+from data.conversations import Rejected
 from data.errors import BadInput, Failure
 from data.layout import Layout
 from data.manifest import read_manifest
 from data.parts import Prompt, each_answer, read_prompts
 from data.settings import Run, load_run
+from data.spill import piece_id
 from data.tokens import TokenRow, read_tokens
 from pipeline.template import Template, render_prompt
 from stages.prepare import command as prepare_command
@@ -83,6 +84,10 @@ def regenerate(path: Path, *options: str) -> None:
 def rows_of(run: Run) -> dict[str, TokenRow]:
     parts = range(run.extract.parts)
     return {row.row_id: row for p in parts for row in read_tokens(Layout.of(run).tokens(p).with_suffix(".parquet"))}
+
+
+def prompts_of(run: Run, part: int) -> Iterator[Prompt]:
+    return read_prompts(Layout.of(run).prompts(part).with_suffix(".parquet"))
 
 
 def tokens_manifest(run: Run) -> dict[str, Any]:
@@ -206,14 +211,26 @@ def test_every_answer_is_accounted_for(run_of: MakeRun) -> None:
     assert any(name.removesuffix("~2") in rows_of(run) for name in dropped), "one answer of a prompt falls alone"
 
 
-def test_no_answer_has_the_id_of_another_row() -> None:
-    names = ["a", "a~2", "a~", "b"]
-    prompts = [Prompt(name, Conversation(name), 1, False, "x") for name in names]
-    made = [(each.row_id, each.number) for each in each_answer(prompts, 3)]
-    assert made == [
-        ("a", 0), ("a~~2", 1), ("a~3", 2), ("a~2", 0), ("a~2~2", 1), ("a~2~3", 2),
-        ("a~", 0), ("a~~~2", 1), ("a~~3", 2), ("b", 0), ("b~2", 1), ("b~3", 2),
-    ]  # fmt: skip
+def test_answers_that_repeat_one_of_their_prompt_are_counted_and_said(run_of: MakeRun) -> None:
+    likeliest = {"temperature": 1.0, "top_k": 1, "answers": 3}
+    path, run = run_of([*ROWS[:2], ROWS[0] | {"id": "the same again"}], regenerate=likeliest)
+    said = CliRunner().invoke(command, [str(path)], catch_exceptions=False).output
+    assert tokens_manifest(run)["notes"]["answer_repeated"] == 2 * 3
+    assert "3 prompts, 3 answers each; 6 answers repeat an earlier one of their prompt" in " ".join(said.split())
+    path, run = run_of(ROWS[:2], regenerate={**likeliest, "top_k": 0})
+    regenerate(path)
+    assert "answer_repeated" not in tokens_manifest(run)["notes"]
+
+
+def test_no_answer_has_the_id_of_another_row_in_whatever_part(run_of: MakeRun) -> None:
+    names = [f"{name}{mark}" for name in "abcdefg" for mark in ("", "~2", "@1", "~2@1", "~", "~two")]
+    _, run = run_of([{"id": name, "turns": [f"question {name}?"]} for name in names], parts=5)
+    rows = [row.row_id for part in range(5) for row in prompts_of(run, part)]
+    answers = [each.row_id for part in range(5) for each in each_answer(prompts_of(run, part), 3)]
+    pieces = [piece_id(name, turn) for name in answers for turn in (-1, 1, 2)]
+    assert len(set(pieces)) == len(pieces) == 9 * len(names)
+    assert set(rows) == {f"{name}#0" if name[-1] in "12" else name for name in names}
+    assert {"a~2", "a~3", "a~~2", "a~2#0~2"} <= set(answers)
 
 
 @pytest.mark.parametrize("settings", [{}, {"answers": 2, "temperature": 1.0}], ids=["one", "two"])

@@ -148,6 +148,7 @@ def test_what_became_of_the_rows_stands_on_the_page(finished: tuple[Run, str]) -
         "dropped: too few supervised1",
         "noted: end of turn added3,100",
         "repeats: same prompt5",
+        "not compared with rows of messages: token ids40",
         "asked by benchmark gsm8k too (row-7, row-<9>, ...)2",
         "asked by benchmark humaneval too0",
         "256 to 511 tokens6,272",
@@ -179,6 +180,23 @@ def test_the_on_policy_share_is_pooled_over_the_tokens_of_all_parts(finished: tu
     assert "97.0 % of the supervised tokens" in text
     assert "of 3,000 tokens of 64 rows" in text
     assert "data.responses: regenerate lets it answer itself" in text
+
+
+@pytest.mark.parametrize(
+    ("temperature", "rest"),
+    [
+        (0.0, "The rest teaches drafts that it will not accept."),
+        (0.7, "The rest it drew itself, at temperature 0.7: drafts that it accepts where it is sampled so"),
+    ],
+)
+def test_what_the_target_drew_itself_is_not_called_what_it_will_not_accept(
+    tmp_path: Path, temperature: float, rest: str
+) -> None:
+    answered = {"responses": "regenerate", "regenerate": {"temperature": temperature}}
+    run = write_everything(tmp_path).model_copy(update={"data": Data(train=[{"path": "x"}], **answered)})
+    for part in (0, 1):
+        publish(Layout.of(run).tokens(part), "tokens", Accounting().body())
+    assert rest in Page(report(run, tmp_path)).text
 
 
 def test_rows_dropped_after_answering_are_on_the_account_too(tmp_path: Path) -> None:

@@ -40,6 +40,11 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 REFUSED = [
     ("data.regenerate", {"answers": 2}, "`data.regenerate`: 2 answers a prompt need a temperature above 0"),
     ("data.regenerate", {"answers": 0, "temperature": 1}, "`data.regenerate.answers`: Input should be greater than 0"),
+    (
+        "data.regenerate",
+        {"answers": 3, "temperature": 1},
+        "`data`: regenerate.answers 3 with `responses: keep`, which asks for none: set `responses: regenerate`, or",
+    ),
     ("data.regenerate", {"server": {"url": "localhost:8000"}}, "needs http:// or https:// and a host, for example"),
     ("train.learning_rat", 1, "unknown key `train.learning_rat`; did you mean `learning_rate`?"),
     ("extract.codek", "fp8", "unknown key `extract.codek`; did you mean `codec`?"),

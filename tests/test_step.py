@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,9 @@ from data.errors import Failure
 from data.settings import Loss, Train
 from pipeline.batches import BatchPlan, Document, Plan, fill
 from pipeline.drafter import Drafter, initialise, rope_frequencies, unset_drafter
-from pipeline.graphs import Step
+from pipeline.graphs import KERNELS, Step
 from pipeline.loss import LossRule, slot_weights
+from pipeline.optimizer import Rates, adamw
 from tests.synthetic import MemoryCache, config, make_step
 
 SETTINGS = Train(context_tokens=256, anchor_slots=64, anchors_per_row=64, batches_per_step=1, epochs=1)
@@ -255,6 +257,37 @@ def train_both(device: str, codec: str, steps: int = 3, **kinds: Any) -> list[di
             assert int(step.optimizer.step_count) == number + 1
         results.append({n: p.detach().clone() for n, p in step.drafter.named_parameters()})
     return results
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`torch.compile` that traces and guards as ever and generates no code."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    yield
+    torch._dynamo.reset()
+
+
+def test_the_optimizer_is_compiled_for_every_shape_of_a_weight(traced: None) -> None:
+    step, _ = make_step(MemoryCache("float32", 3, 32, 61, [40]), config(), SETTINGS, mode="compile")
+    rates = Rates(*torch.tensor([1e-3, 0.1, 0.05, 2.0]), torch.tensor(False))
+    for size in range(2, 40):
+        states = []
+        for update in (adamw, step.optimizer.run_adamw):
+            weight, gradient, mean, square = torch.randn((4, size), generator=torch.Generator().manual_seed(size))
+            update(weight, gradient, mean, square.abs_(), None, 0.1, (0.9, 0.95), rates)
+            states.append(torch.stack((weight, mean, square)))
+        assert torch.equal(*states)
+
+
+def test_what_compiles_again_and_again_fails_at_torchs_own_limit(traced: None) -> None:
+    step, _ = make_step(MemoryCache("float32", 3, 32, 61, [40]), config(), SETTINGS, mode="compile")
+    limit = torch._dynamo.config.recompile_limit
+    for size in range(2, 2 + limit):
+        step.run_norm(torch.relu, torch.ones(size))
+    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+        step.run_norm(torch.relu, torch.ones(2 + limit))
+    assert limit < KERNELS
 
 
 @pytest.mark.gpu

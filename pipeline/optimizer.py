@@ -33,10 +33,10 @@ def schedule(train: Train, step: Tensor, total: int) -> Tensor:
     return rise * (train.floor + (1 - train.floor) * fall)
 
 
-def orthogonalise(matrix: Tensor, steps: int = 5) -> Tensor:
-    """Nearest semi-orthogonal matrix of [O, I], approximately, in bf16 (Newton-Schulz)."""
+def orthogonalise(matrix: Tensor, dtype: torch.dtype, steps: int = 5) -> Tensor:
+    """Nearest semi-orthogonal matrix of [O, I], approximately, in `dtype` (Newton-Schulz)."""
     a, b, c = NEWTON_SCHULZ
-    x = matrix.bfloat16()
+    x = matrix.to(dtype)
     tall = x.shape[0] > x.shape[1]
     x = x.t() if tall else x
     x = x / x.norm().clamp(min=1e-7)
@@ -47,10 +47,15 @@ def orthogonalise(matrix: Tensor, steps: int = 5) -> Tensor:
 
 
 class Muon:
-    """Momentum, orthogonalised, for 2-D matrices; the update is that of `torch.optim.Muon` (Nesterov, 0.95)."""
+    """Momentum, orthogonalised, for 2-D matrices; the update is that of `torch.optim.Muon` (Nesterov, 0.95).
+
+    `dtype` of the products: bf16 on a GPU, as in torch; float32 on a CPU, as all training there. (Without bf16
+    units a step of the quickstart's drafter took 48 s.)
+    """
 
     def __init__(self, parameters: Iterable[nn.Parameter], weight_decay: float) -> None:
         self.parameters, self.weight_decay, self.momentum = list(parameters), weight_decay, 0.95
+        self.dtype = torch.bfloat16 if self.parameters[0].is_cuda else torch.float32
         self.state = [torch.zeros_like(parameter) for parameter in self.parameters]
 
     @torch.no_grad()
@@ -59,7 +64,7 @@ class Muon:
         for parameter, average in zip(self.parameters, self.state, strict=True):
             gradient = parameter.grad / grad_scale
             moved = average.lerp(gradient, 1 - self.momentum)
-            update = orthogonalise(gradient.lerp(moved, self.momentum)).float()
+            update = orthogonalise(gradient.lerp(moved, self.momentum), self.dtype).float()
             rate = lr * max(1.0, parameter.shape[0] / parameter.shape[1]) ** 0.5
             new = parameter * (1 - lr * self.weight_decay) - rate * update
             average.copy_(torch.where(keep, average, moved))

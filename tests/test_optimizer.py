@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from data.settings import Train
-from pipeline.optimizer import Optimizer, schedule
+from pipeline.optimizer import Optimizer, orthogonalise, schedule
 
 
 def model(seed: int = 0) -> nn.ModuleDict:
@@ -50,6 +50,7 @@ def test_adamw_follows_torch_step_for_step() -> None:
 def test_muon_follows_torch_step_for_step() -> None:
     ours, theirs = model(), copy.deepcopy(model())
     optimizer = Optimizer(ours.named_parameters(), constant(optimizer="muon", muon_learning_rate=2e-2), 10)
+    optimizer.muon.dtype = torch.bfloat16  # torch's, on every device
     reference = torch.optim.Muon([p for p in theirs.parameters() if p.ndim == 2], lr=2e-2, weight_decay=0.0)
     for step in range(10):
         gradients(ours, step)
@@ -59,6 +60,19 @@ def test_muon_follows_torch_step_for_step() -> None:
         for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
             if a.ndim == 2:
                 assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_muon_multiplies_in_float32_on_a_cpu_and_comes_near_an_orthogonal_matrix() -> None:
+    ours = model()
+    optimizer = Optimizer(ours.named_parameters(), constant(optimizer="muon"), 10)
+    assert optimizer.muon.dtype == torch.float32
+    for shape in ((96, 32), (32, 96)):
+        matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        exact, rough = (orthogonalise(matrix, dtype).float() for dtype in (torch.float32, torch.bfloat16))
+        values = torch.linalg.svdvals(exact)
+        assert values.min() > 0.5
+        assert values.max() < 1.3
+        assert (exact - rough).norm() < 0.05 * exact.norm()
 
 
 def test_clipping_is_torch_s() -> None:

@@ -109,11 +109,24 @@ def publish_part(layout: Layout, part: int, body: Mapping[str, Any], shards: Seq
 
 
 def withdraw_part(layout: Layout, part: int, store: Folder | Bucket) -> None:
-    """Make a part not exist, before anything of it changes: its manifest goes, and the copy in a remote store."""
+    """Make a part not exist, before anything of it changes: its manifest goes, and the copy in a remote store.
+
+    Without a copy nothing is deleted there: for a part's first time a role needs no permission to.
+    """
     path = layout.cache_part(part)
     path.unlink(missing_ok=True)
     if isinstance(store, Bucket):
-        store.remove([path.name])
+        store.remove({path.name} & store.top())
+
+
+def leave_bucket(layout: Layout, part: int, bucket: Bucket) -> None:
+    """Remove all of a part from a bucket, its manifest first, and with the last part what parts share."""
+    name, manifest = part_name(part), layout.cache_part(part).name
+    bucket.remove({manifest} & bucket.top())
+    bucket.remove(f"{name}/{path}" for path in bucket.sizes(name))
+    left = bucket.top()
+    if left == {codec_path(layout).name}:
+        bucket.remove(left)
 
 
 COUNTED = ("rows", "tokens", "states", "teacher", "bytes")

@@ -88,7 +88,7 @@ class ShardReader:
         if isinstance(array, Chunks):
             array.copy(start, stop, out)
         elif not isinstance(array, np.ndarray):
-            with answering(self.store):
+            with answering(self.store, "s3:GetObject"):
                 array.get_basic_selection((slice(start, stop),), out=_BUFFER.from_numpy_array(out))
         step = max(1, PIECE // max(1, out[:1].nbytes))
         for begin in range(0, stop - start, step):
@@ -141,12 +141,12 @@ _BUFFER = default_buffer_prototype().nd_buffer
 
 
 def _open_arrays(store: Folder | Bucket, relative: str) -> dict[str, zarr.Array]:
-    with zarr.config.set(_pipeline(store)), answering(store):
+    with zarr.config.set(_pipeline(store)), answering(store, "s3:GetObject"):
         return dict(zarr.open_group(store.zarr(relative), mode="r").arrays())
 
 
 def _whole(store: Folder | Bucket, array: zarr.Array) -> np.ndarray:
-    with answering(store):
+    with answering(store, "s3:GetObject"):
         return np.asarray(array[:])
 
 

@@ -104,18 +104,19 @@ def publish_head(layout: Layout, identity: Mapping[str, Any], make: Callable[[],
     with locked(layout.cache / ".head.lock"):
         if head_damage(layout, identity) is None:
             return
+        head = make()
         temporary = layout.head.with_name(".head.tmp")
         try:
-            save_head(make(), temporary)
-        except SafetensorError as error:
+            save_head(head, temporary)
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            os.replace(temporary, layout.head)
+            about = {**identity, "files": [file_record(layout.head, layout.cache)]}
+            publish(layout.head.with_suffix(".json"), "head", about)
+        except (OSError, SafetensorError) as error:
             raise Failure(
                 f"{layout.head}: cannot write ({error}): free some space and run the same command again"
             ) from None
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, layout.head)
-        about = {**identity, "files": [file_record(layout.head, layout.cache)]}
-        publish(layout.head.with_suffix(".json"), "head", about)
 
 
 def load_head(path: Path) -> TargetHead:

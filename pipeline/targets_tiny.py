@@ -38,7 +38,7 @@ def make_tiny(folder: Path, seed: int, successor: bool = False) -> None:
     model = tiny_model(seed, successor, tokenizer)
     model.save_pretrained(folder)
     for file in folder.glob("*.safetensors"):
-        share(file)
+        share(file, like=folder / "config.json")
     generation = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     (folder / "generation_config.json").write_text(json.dumps(generation))
 

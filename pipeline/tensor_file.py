@@ -14,14 +14,18 @@ from torch import Tensor
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
-    """Write a safetensors file."""
+    """Write a safetensors file with the access that any new file in its folder gets (the umask's)."""
+    path.unlink(missing_ok=True)
+    path.touch()  # under its own name: a kill leaves no other
+    access = _access(path)
     save_file(dict(tensors), path, metadata=None if metadata is None else dict(metadata))
-    share(path)
+    path.chmod(access)
 
 
-def share(path: Path) -> None:
-    """Give a file the access that a new file beside it gets (the umask's)."""
-    beside = path.with_name(f".{path.name}.access")
-    beside.touch()
-    path.chmod(stat.S_IMODE(beside.stat().st_mode))
-    beside.unlink()
+def share(path: Path, like: Path) -> None:
+    """Give a file the access of another."""
+    path.chmod(_access(like))
+
+
+def _access(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)

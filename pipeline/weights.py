@@ -167,7 +167,7 @@ def _dequantise(gguf: Path, folder: Path) -> None:
     with quiet():
         model.save_pretrained(folder)
     for file in folder.glob("*.safetensors"):
-        share(file)
+        share(file, like=folder / "config.json")
 
 
 @contextmanager

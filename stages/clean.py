@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from data.errors import BadInput
+from data.errors import BadInput, Failure
 from data.layout import Layout
 from data.manifest import fsync_folder, read_json
 from data.settings import Run, load_run
@@ -28,19 +28,19 @@ USERS = {"cache": ("extract", "verify", "train"), "checkpoints": ("train", "eval
 
 @dataclass(frozen=True)
 class Doomed:
-    """Something to delete: `first` is what makes it count as there, and goes before the rest; `bucket` holds more of
-    it, elsewhere."""
+    """Something to delete: `first` is what makes it count as there, and goes before the rest; `objects` of buckets,
+    with their bytes, are more of it."""
 
     what: str
     path: Path
     first: tuple[Path, ...] = ()
-    bucket: Bucket | None = None
+    objects: Mapping[Bucket, Mapping[str, int]] = field(default_factory=dict)
 
     def lines(self) -> Iterator[tuple[int, str]]:
         """Bytes and place of what goes."""
         yield _bytes(self.path), f"{self.what}  {self.path}"
-        if self.bucket is not None:
-            yield sum(self.bucket.sizes("").values()), f"shards of the cache  {self.bucket}"
+        for bucket, sizes in self.objects.items():
+            yield sum(sizes.values()), f"shards of the cache  {bucket}"
 
 
 @click.command("clean")
@@ -58,7 +58,8 @@ def command(run_file: str, cache: bool, checkpoints: bool, everything: bool, yes
     if cache + checkpoints + everything != 1:
         raise BadInput("say what to delete: one of --cache, --checkpoints and --all")
     _require_quiet(run, cache or everything, None if everything else USERS["cache" if cache else "checkpoints"])
-    doomed = list(_whole(run) if everything else _cache(run) if cache else _checkpoints(run))
+    objects, out_of_reach = _objects(run) if cache or everything else ({}, [])
+    doomed = list(_whole(run, objects) if everything else _cache(run, objects) if cache else _checkpoints(run))
     if not doomed:
         say("nothing to delete")
         return
@@ -72,6 +73,8 @@ def command(run_file: str, cache: bool, checkpoints: bool, everything: bool, yes
         return
     for item in doomed:
         _delete(item)
+    if out_of_reach:
+        raise Failure(f"{'; '.join(out_of_reach)}. What lies there was left: remove it with the bucket's own tools")
 
 
 def _require_quiet(run: Run, cache: bool, stages: tuple[str, ...] | None) -> None:
@@ -103,24 +106,38 @@ def _readers(run: Run) -> list[str]:
     return sorted(found - {run.name})
 
 
-def _cache(run: Run) -> Iterator[Doomed]:
+def _cache(run: Run, objects: Mapping[Bucket, Mapping[str, int]]) -> Iterator[Doomed]:
     layout = Layout.of(run)
     if layout.cache.is_dir():
-        yield Doomed("hidden-state cache", layout.cache, _manifests(layout), _bucket(run))
+        yield Doomed("hidden-state cache", layout.cache, _manifests(layout), objects)
 
 
 def _manifests(layout: Layout) -> tuple[Path, ...]:
     return tuple(sorted(layout.cache.glob("part-*.json")))
 
 
-def _bucket(run: Run) -> Bucket | None:
-    """Where else shards of the run's cache lie."""
-    from data.store import Bucket, open_store
+def _objects(run: Run) -> tuple[dict[Bucket, dict[str, int]], list[str]]:
+    """Objects of the run's cache by bucket, and what is wrong with the buckets that could not be asked.
 
-    if run.extract.store is None:
-        return None
-    store = open_store(Layout.of(run), run.extract.store)
-    return store if isinstance(store, Bucket) else None
+    Says of those, and of one that only the run file names, that nothing is deleted there.
+    """
+    from data.store import Bucket, open_store, written
+
+    layout, objects, out_of_reach = Layout.of(run), {}, []
+    buckets = written(layout)
+    for bucket in sorted(buckets, key=str):
+        try:
+            objects[bucket] = bucket.sizes("")
+        except Failure as error:
+            say(f"{error}. What lies there will stay")
+            out_of_reach.append(str(error))
+    named = open_store(layout, run.extract.store)
+    if isinstance(named, Bucket) and named not in buckets:
+        say(
+            f"{named}: left alone: no record in {layout.cache} says that this run wrote there; "
+            "remove its objects there, if any, with the bucket's own tools"
+        )
+    return objects, out_of_reach
 
 
 def _checkpoints(run: Run) -> Iterator[Doomed]:
@@ -139,10 +156,10 @@ def _checkpoints(run: Run) -> Iterator[Doomed]:
                 yield Doomed(f"checkpoint of {name}", path, (path / "meta.json",))
 
 
-def _whole(run: Run) -> Iterator[Doomed]:
+def _whole(run: Run, objects: Mapping[Bucket, Mapping[str, int]]) -> Iterator[Doomed]:
     layout = Layout.of(run)
     if layout.folder.is_dir():
-        yield Doomed("the whole run", layout.folder, _manifests(layout), _bucket(run))
+        yield Doomed("the whole run", layout.folder, _manifests(layout), objects)
 
 
 def _delete(item: Doomed) -> None:
@@ -151,10 +168,9 @@ def _delete(item: Doomed) -> None:
         path.unlink(missing_ok=True)
     if item.first and item.path.is_dir():
         fsync_folder(item.first[0].parent)
-    if item.bucket is not None:  # before the folder, by which the rest of it is found again
-        names = item.bucket.sizes("")
-        item.bucket.remove(name for name in names if "/" not in name)
-        item.bucket.remove(names)
+    for bucket, names in item.objects.items():  # before the folder, whose records lead to them
+        bucket.remove(name for name in names if "/" not in name)
+        bucket.remove(names)
     shutil.rmtree(item.path)
 
 

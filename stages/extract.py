@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from data.shaping import cache_settings
 
 if TYPE_CHECKING:
     from data.codec import Codec
+    from data.store import Bucket
     from data.tokens import TokenRow
     from pipeline.encoder import Teacher
     from pipeline.extraction import Extraction, Meter, OpenWindow, Shard
@@ -119,7 +120,7 @@ class Part:
         refuse(stale_tokens(run, part, self.tokens))
 
     def make(self) -> None:
-        from data.part import publish_part, withdraw_part
+        from data.part import publish_part
         from data.store import open_store
         from pipeline.ahead import ahead
         from pipeline.extraction import OpenWindow
@@ -129,11 +130,8 @@ class Part:
         if self._current(shaped):
             self.state.done(self.manifest)
             return
-        if self.state.forced(self.manifest):
-            shutil.rmtree(self.folder)
-        self.state.running()
         self.store = open_store(self.layout, self.run.extract.store)
-        withdraw_part(self.layout, self.part, self.store)
+        self._withdraw()
         self._check_table()
         self._check_disk()
         body = self._body(shaped)
@@ -142,9 +140,40 @@ class Part:
             on_policy = self._on_policy()
             self._extract(opened)
         records = [found[number] for number in sorted(found)]
-        self._sweep({record["name"] for record in records})
+        self._sweep(records)
         publish_part(self.layout, self.part, {**body, "on_policy": on_policy}, records)
         self.state.done(self.manifest)
+
+    def _withdraw(self) -> None:
+        """Make the part not exist, before anything of it changes, and empty buckets that it is not to lie in any more.
+
+        What says that it lies there goes after that; else nothing would lead to those objects.
+        """
+        from data.part import withdraw_part
+        from data.store import Bucket, written
+
+        former = written(self.layout, part_name(self.part))
+        now = {self.store} if isinstance(self.store, Bucket) else set()
+        forced = self.state.forced(self.manifest)
+        if not forced:
+            self.state.running(stores=sorted(map(str, former | now)))
+        withdraw_part(self.layout, self.part, self.store)
+        for bucket in former if forced else former - now:
+            self._leave(bucket)
+        if forced:
+            shutil.rmtree(self.folder)
+            self.state.running(stores=sorted(map(str, now)))
+
+    def _leave(self, bucket: Bucket) -> None:
+        """Remove the part from a bucket, or say that it stays: nothing in there is needed any more."""
+        from data.part import leave_bucket
+        from pipeline.console import say
+
+        try:
+            leave_bucket(self.layout, self.part, bucket)
+        except Failure as error:
+            name = part_name(self.part)
+            say(f"extract {name}: {error}; an earlier {name} stays there: remove it with the bucket's own tools")
 
     def _shape(self) -> dict[str, Any]:
         """What shapes this part, as far as it is known without loading weights."""
@@ -408,11 +437,13 @@ class Part:
                 "--force"
             )
 
-    def _sweep(self, keep: set[str]) -> None:
-        """Remove shards of earlier settings, which nothing names any more, and files that kills cut short."""
+    def _sweep(self, records: Collection[Mapping[str, Any]]) -> None:
+        """Remove what earlier settings made and `records` of shards do not name, and files that kills cut short."""
+        from data.part import rows_path
         from data.shard import discard
         from data.store import Bucket
 
+        keep = {record["name"] for record in records}
         for left in (*self.folder.glob(".*.tmp"), *self.layout.cache.glob(f".{self.manifest.name}.*.tmp")):
             if left.is_file():
                 left.unlink()
@@ -424,6 +455,6 @@ class Part:
                 record.unlink()
         if isinstance(self.store, Bucket):
             name = part_name(self.part)
-            kept = {*keep, "rows.parquet"}
-            left_there = (path for path in self.store.sizes(name) if path.partition("/")[0] not in kept)
+            kept = {f"{record['name']}/{file['path']}" for record in records for file in record["files"]}
+            left_there = self.store.sizes(name).keys() - kept - {rows_path(self.layout, self.part).name}
             self.store.remove(f"{name}/{path}" for path in left_there)

@@ -270,6 +270,22 @@ def test_full_disk_stops_cleanly_and_resumes(new_run: Callable[..., Run]) -> Non
     assert damage(Layout.of(run), 0) == []
 
 
+def test_a_disk_that_is_full_at_the_end_of_the_head_is_told_and_leaves_nothing_to_sweep(
+    new_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run = new_run()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "chmod", full)
+        with pytest.raises(Failure, match=r"head\.safetensors: cannot write .*: free some space and run the same"):
+            extract(run)
+    assert {path.name for path in Layout.of(run).cache.glob(".*head*")} == {".head.lock", ".head.tmp"}
+    extract(run)
+    assert {path.name for path in Layout.of(run).cache.glob(".*head*")} == {".head.lock"}
+
+
 def test_a_disk_too_small_is_refused_unless_forced(
     new_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import importlib
+import json
 import os
 import re
 import shutil
@@ -18,11 +19,11 @@ from data.cache import Cache
 from data.codec import make_codec
 from data.errors import BadInput, Failure
 from data.layout import Layout, part_name
-from data.manifest import read_json
+from data.manifest import State, publish, read_json, read_manifest
 from data.part import damage, part_body, publish_part, shared_codec, upload_shard
 from data.settings import Run
 from data.shard import ShardRow, ShardWriter, finished, record_path
-from data.store import Bucket, Folder, open_store
+from data.store import Bucket, Folder, client, open_store
 from stages.cli import exit_code
 from tests.extracting import Children, extract, shards
 from tests.test_train import cached, last_weights, token_row, write_run
@@ -43,13 +44,18 @@ def server():
     server.stop()
 
 
+def put(server: str, path: str, body: str | None = None) -> None:
+    connection = http.client.HTTPConnection(server.removeprefix("http://"))
+    connection.request("PUT", path, body)
+    assert connection.getresponse().status == 200
+    connection.close()
+
+
 @pytest.fixture(scope="module")
 def bucket(server: str) -> Iterator[str]:
     """A prefix of a bucket there, and the environment that leads to it."""
-    connection = http.client.HTTPConnection(server.removeprefix("http://"))
-    connection.request("PUT", "/states")
-    assert connection.getresponse().status == 200
-    connection.close()
+    put(server, "/states")
+    client.cache_clear()  # of other servers that were meant by the same names
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {
             "AWS_ENDPOINT_URL": server,
@@ -338,12 +344,121 @@ def test_a_part_that_is_made_again_has_no_manifest_meanwhile(far: Run, monkeypat
 def test_shards_that_larger_ones_replace_leave_the_bucket(far: Run) -> None:
     before = contents(far)
     whole = {"window_bytes": 1 << 20, "shard_bytes": 1 << 20}
-    larger = far.model_copy(update={"extract": far.extract.model_copy(update=whole)})
+    larger = changed(far, **whole)
     extract(larger, (0, 1))
     assert {name.split("/")[1] for name in objects(far) if "/" in name} == {"shard-00000.zarr", "rows.parquet"}
+    assert objects(larger).keys() == recorded(larger)
     read_all(larger)
     extract(far, (0, 1))
     assert contents(far) == before
+
+
+def changed(run: Run, **settings: object) -> Run:
+    return run.model_copy(update={"extract": run.extract.model_copy(update=settings)})
+
+
+def recorded(run: Run) -> set[str]:
+    """Names of all objects that a run of two parts has by its manifests."""
+    layout, names = Layout.of(run), {"codec.safetensors"}
+    for part in (0, 1):
+        names |= {f"{part_name(part)}.json", f"{part_name(part)}/rows.parquet"}
+        for shard in read_manifest(layout.cache_part(part), "cache")["shards"]:
+            names |= {f"{part_name(part)}/{shard['name']}/{file['path']}" for file in shard["files"]}
+    return names
+
+
+def test_arrays_of_another_codec_leave_shards_that_keep_their_names(far: Run) -> None:
+    before = contents(far)
+    assert any("/scale/" in name for name in before)
+    other = changed(far, codec="bf16")
+    extract(other, (0, 1))
+    assert objects(other).keys() == recorded(other)
+    assert not any("/scale/" in name for name in objects(other))
+    extract(far, (0, 1))
+    assert contents(far) == before
+
+
+@pytest.mark.parametrize("forced", [False, True])
+@pytest.mark.parametrize("store", [None, "s3://states/moved"])
+def test_parts_that_move_leave_nothing_in_the_bucket_before(far: Run, store: str | None, forced: bool) -> None:
+    """`forced`: Snakemake has deleted the manifest."""
+    layout, before = Layout.of(far), contents(far)
+    moved = changed(far, store=store)
+    if forced:
+        layout.cache_part(0).unlink()
+    extract(moved, (0,))
+    assert {name.split("/")[0] for name in objects(far)} == {"part-0001.json", "part-0001", "codec.safetensors"}
+    extract(moved, (1,))
+    assert objects(far) == {}
+    read_all(moved)
+    extract(far, (0, 1))
+    assert contents(far) == before
+    assert store is None or objects(moved) == {}
+    assert not shards(far)
+
+
+def test_a_bucket_that_a_part_has_left_is_found_again_after_a_kill(far: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, moved = contents(far), changed(far, store="s3://states/moved")
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("the line is cut")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("data.part.leave_bucket", fail)
+        with pytest.raises(RuntimeError, match="the line is cut"):
+            extract(moved, (0, 1))
+    assert "part-0000.json" in objects(far)
+    extract(moved, (0, 1))
+    assert objects(far) == {}
+    extract(far, (0, 1))
+    assert contents(far) == before
+
+
+def test_a_former_bucket_that_is_gone_is_named_and_stops_nothing(far: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    layout, before = Layout.of(far), contents(far)
+    manifest = read_json(layout.cache_part(0), "")
+    publish(layout.cache_part(0), "cache", {**manifest, "store": "s3://nowhere/x", "settings": {}})
+    extract(far)
+    assert re.search(
+        r"extract part-0000: s3://nowhere/x/whole/cache: .*; an earlier part-0000 stays there: remove it with",
+        capfd.readouterr().err,
+    )
+    assert contents(far) == before
+
+
+def test_a_part_begun_over_is_made_by_a_role_that_may_not_delete(
+    far: Run, server: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    put(server, "/guarded")
+    rule = {"Effect": "Deny", "Principal": "*", "Action": "s3:DeleteObject", "Resource": "arn:aws:s3:::guarded/*"}
+    put(server, "/guarded?policy", json.dumps({"Version": "2012-10-17", "Statement": [rule]}))
+    path = write_whole_run(tmp_path, "s3://guarded/x")
+    shutil.copytree(Path(far.root) / ".targets", tmp_path / "runs" / ".targets")
+    run = cached(path)
+    assert objects(run).keys() == recorded(run)
+    allow = r"s3://guarded/x/whole/cache: .*: see that .* AWS_\* variables are for it and allow s3:DeleteObject"
+    with pytest.raises(Failure, match=allow):
+        extract(changed(run, codec="bf16"))
+    assert exit_code(["clean", str(path), "--all", "--yes"]) == 1
+    assert re.search(allow, capfd.readouterr().err)
+    assert run.folder.exists(), "its records lead to the objects"
+
+
+def test_a_process_has_one_client_a_store(far: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, made = importlib.import_module("obstore.store"), []
+    S3Store = module.S3Store
+    monkeypatch.setattr(module, "S3Store", lambda *a, **k: (made.append(a), S3Store(*a, **k))[1])
+    client.cache_clear()
+    Layout.of(far).cache_part(0).unlink()
+    State(Layout.of(far).cache_state(0)).running()  # so that shards are resumed
+    extract(far, (0, 1))
+    read_all(far)
+    assert len(made) == 1
+
+
+def test_a_file_that_is_gone_is_not_the_bucket_s_fault(run: Run, bucket: str, tmp_path: Path) -> None:
+    with pytest.raises(Failure, match=rf"^{tmp_path}/gone: gone before it was uploaded to {bucket}: run the same"):
+        Bucket(bucket).upload(tmp_path / "gone", "x")
 
 
 PREFIXES = ("s3://states/a", "s3://states/a/b", "s3://states/ab", "s3://states/a#b", "s3://states/a%41", "s3://states")
@@ -366,13 +481,109 @@ def test_clean_empties_the_prefix_of_its_run_alone(
     write_cache(run)
     beside = open_store(Layout(Path("far-2")), bucket)
     beside.upload(b"x", "part-0000.json")
-    path = Path(run.root) / "run.yaml"
-    path.write_text(run.model_dump_json(by_alias=True, exclude_unset=True))
-    assert exit_code(["clean", str(path), what, "--yes"]) == 0
+    assert clean(run, what) == 0
     assert f"shards of the cache  {bucket}/far/cache" in capfd.readouterr().out
     assert objects(run) == {}
     assert not Layout.of(run).cache.exists()
     assert beside.sizes("") == {"part-0000.json": 1}
+
+
+def clean(run: Run, what: str) -> int:
+    path = Path(run.root) / "run.yaml"
+    path.write_text(run.model_dump_json(by_alias=True, exclude_unset=True))
+    return exit_code(["clean", str(path), what, "--yes"])
+
+
+@pytest.mark.parametrize("what", ["--cache", "--all"])
+def test_clean_leaves_objects_alone_that_a_run_of_the_same_name_made(
+    run: Run, bucket: str, tmp_path: Path, what: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_cache(run)
+    before = contents(run)
+    other = run.model_copy(update={"root": str(tmp_path / "elsewhere")})
+    Layout.of(other).cache.mkdir(parents=True)
+    assert clean(other, what) == 0
+    assert contents(run) == before
+    assert not Layout.of(other).cache.exists()
+    said = f"{bucket}/far/cache: left alone: no record in {Layout.of(other).cache} says that this run wrote there"
+    assert said in capfd.readouterr().err
+
+
+def test_clean_of_a_copied_folder_leaves_the_first_one_s_objects(run: Run, bucket: str, tmp_path: Path) -> None:
+    write_cache(run)
+    before = contents(run)
+    copy = run.model_copy(update={"name": "copy"})
+    shutil.copytree(run.folder, copy.folder)
+    assert clean(copy, "--all") == 0
+    assert contents(run) == before
+
+
+@pytest.mark.parametrize("store", [None, "s3://states/other"])
+@pytest.mark.parametrize("left", ["part-0000.json", "part-0000/shard-00000.json", "part-0000/state.json"])
+def test_clean_finds_the_bucket_by_any_record(run: Run, store: str | None, left: str) -> None:
+    """Whatever the run file says by now, and whatever else a kill or a forced re-run has left."""
+    write_cache(run)
+    layout = Layout.of(run)
+    State(layout.cache_state(0)).done(layout.cache_part(0))
+    for path in layout.cache.rglob("*.json"):
+        if path != layout.cache / left:
+            path.unlink()
+    assert objects(run)
+    assert clean(changed(run, store=store), "--cache") == 0
+    assert objects(run) == {}
+
+
+def test_clean_finds_what_an_upload_left_that_was_cut_short(far: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any record of a shard says so."""
+    before, moved = contents(far), changed(far, store="s3://states/cut")
+    upload, names = Bucket.upload, []
+
+    def fail(self: Bucket, body: Path | bytes, relative: str) -> None:
+        if names:
+            raise RuntimeError("the line is cut")
+        names.append(relative)
+        upload(self, body, relative)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Bucket, "upload", fail)
+        with pytest.raises(RuntimeError, match="the line is cut"):
+            extract(moved)
+    assert objects(moved).keys() == set(names)
+    assert clean(moved, "--cache") == 0
+    assert objects(moved) == objects(far) == {}
+    extract(far, (0, 1))
+    assert contents(far) == before
+
+
+@pytest.mark.parametrize("what", ["--cache", "--all"])
+def test_clean_names_the_bucket_when_no_record_is_left(
+    run: Run, bucket: str, what: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_cache(run)
+    shutil.rmtree(run.folder)
+    assert clean(run, what) == 0
+    said = capfd.readouterr().err
+    assert f"{bucket}/far/cache: left alone: no record in" in said
+    assert "remove its objects there, if any, with the bucket's own tools" in said
+    assert "nothing to delete" in said
+    assert objects(run)
+    open_store(Layout.of(run), bucket).remove(objects(run))
+
+
+@pytest.mark.parametrize("what", ["--cache", "--all"])
+def test_clean_of_a_bucket_out_of_reach_cleans_the_rest_and_fails(
+    run: Run, what: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_cache(run)
+    layout = Layout.of(run)
+    publish(layout.cache_part(1), "cache", {"store": "s3://nowhere/x"})
+    assert clean(run, what) == 1
+    assert not layout.cache.exists()
+    assert objects(run) == {}
+    error = capfd.readouterr().err.splitlines()
+    assert any(line.endswith("allow s3:ListBucket. What lies there will stay") for line in error)
+    assert error[-1].startswith("error: s3://nowhere/x/far/cache: ")
+    assert error[-1].endswith("What lies there was left: remove it with the bucket's own tools")
 
 
 def test_a_bucket_that_is_not_there_is_told_before_the_target_is_loaded(
@@ -385,7 +596,9 @@ def test_a_bucket_that_is_not_there_is_told_before_the_target_is_loaded(
     assert exit_code(["extract", str(path)]) == 1
     line = capfd.readouterr().err.splitlines()[-1]
     assert line.startswith("error: s3://nowhere/x/whole/cache: ")
-    assert line.endswith(": see that the bucket exists, and that the AWS_* variables are for it")
+    assert line.endswith(
+        ": see that the bucket exists, and that the AWS_* variables are for it and allow s3:ListBucket"
+    )
 
 
 def test_a_server_that_refuses_while_a_shard_is_read_is_a_failure(far: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,14 +165,15 @@ class Part:
             self.state.running(stores=sorted(map(str, now)))
 
     def _leave(self, bucket: Bucket) -> None:
-        """Remove the part from a bucket, or say that it stays: nothing in there is needed any more."""
+        """Remove the part from a bucket, nothing of which is needed any more, or say that it stays."""
         from data.part import leave_bucket
         from pipeline.console import say
 
+        name = part_name(self.part)
         try:
             leave_bucket(self.layout, self.part, bucket)
+            say(f"extract {name}: removed from {bucket}, since it is made again")
         except Failure as error:
-            name = part_name(self.part)
             say(f"extract {name}: {error}; an earlier {name} stays there: remove it with the bucket's own tools")
 
     def _shape(self) -> dict[str, Any]:

@@ -17,10 +17,11 @@ from typing import Any, Literal
 
 import torch
 import transformers
+from accelerate.hooks import remove_hook_from_module
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, masking_utils
 
-from data.errors import BadInput
+from data.errors import BadInput, Failure
 from data.settings import Run
 from pipeline.head import TargetHead
 from pipeline.mask_token import mask_record
@@ -110,7 +111,7 @@ def load_config(run: Run) -> Any:
 def load_target(run: Run, device: str, dtype: torch.dtype | None = None) -> Target:
     """The run's target, in evaluation mode, on `device` (on `target.gpus` devices when there are more than one).
 
-    Raises BadInput when transformers cannot load it as a causal LM.
+    Raises BadInput when transformers cannot load it as a causal LM, Failure when it does not fit.
     """
     folder = resolve_target(run)
     settings = run.target
@@ -126,7 +127,17 @@ def load_target(run: Run, device: str, dtype: torch.dtype | None = None) -> Targ
     except (OSError, ValueError, KeyError, ImportError) as error:
         text = " ".join(str(error).split())[:300]
         raise BadInput(f"{folder}: transformers cannot load this as a causal LM: {text}") from None
+    except torch.OutOfMemoryError:
+        raise _too_large(settings.gpus) from None
+    if any(weight.is_meta for weight in model.parameters()):  # left in the host's memory, to be fetched for every batch
+        raise _too_large(settings.gpus)
     return Target(model, load_tokenizer(run), device)
+
+
+def _too_large(gpus: int) -> Failure:
+    return Failure(
+        f"target.gpus: the target is too large for what is free of {gpus} GPU{'s' * (gpus > 1)}: raise it, or free them"
+    )
 
 
 def _device_map(device: str, gpus: int) -> dict[str, str] | str:
@@ -146,6 +157,8 @@ class Target:
         self.device = torch.device(device)
         self.config = model.config.get_text_config()
         self.stack, self.layers_name = find_stack(model, self.config.num_hidden_layers)
+        for layer in self.decoder_layers():
+            _unhook_inside(layer)
         self.layers: int = self.config.num_hidden_layers
         self.width: int = self.config.hidden_size
         self.vocab: int = model.get_input_embeddings().weight.shape[0]
@@ -243,6 +256,16 @@ def find_stack(model: nn.Module, layers: int) -> tuple[nn.Module, str]:
             owner, _, attribute = name.rpartition(".")
             return decoder.get_submodule(owner), attribute
     raise BadInput(f"target: {type(model).__name__} has no list of its {layers} decoder layers: not supported")
+
+
+def _unhook_inside(layer: nn.Module) -> None:
+    """Take a device map's hooks off the parts of a decoder layer: its own moves what comes in to where all of it lies.
+
+    With them a compiler takes every layer for code of its own.
+    """
+    if hasattr(layer, "_hf_hook") and len({parameter.device for parameter in layer.parameters()}) == 1:
+        for part in layer.children():
+            remove_hook_from_module(part, recurse=True)
 
 
 def truncated(stack: nn.Module, layers_name: str, depth: int) -> nn.Module:

@@ -52,11 +52,25 @@ def tap_layers(layers: Literal["auto"] | Sequence[int], num_layers: int) -> tupl
 
 
 def model_record(run: Run, config: Any, tokenizer: PreTrainedTokenizerBase, embedding_rows: int) -> dict[str, Any]:
-    """What drafters take from the target besides states and head: the sizes of its layers, and its mask tokens."""
-    heads = config.num_attention_heads
+    """What drafters take from the target besides states and head: the sizes of its layers, and its mask tokens.
+
+    Raises BadInput when its configuration does not tell.
+    """
+    try:
+        sizes = _sizes(config)
+    except AttributeError as error:
+        raise BadInput(f"target.model: {run.target.model}: {error}: not supported") from None
     return {
         "name": run.target.model,
         "architectures": list(getattr(config, "architectures", None) or []),
+        **sizes,
+        "mask": mask_record(tokenizer, embedding_rows),
+    }
+
+
+def _sizes(config: Any) -> dict[str, Any]:
+    heads = config.num_attention_heads
+    return {
         "model_type": config.model_type,
         "num_hidden_layers": config.num_hidden_layers,
         "num_attention_heads": heads,
@@ -66,7 +80,6 @@ def model_record(run: Run, config: Any, tokenizer: PreTrainedTokenizerBase, embe
         "rms_norm_eps": float(getattr(config, "rms_norm_eps", 1e-6)),
         "rope_theta": float(_rope(config).get("rope_theta", 10000.0)),
         "max_position_embeddings": config.max_position_embeddings,
-        "mask": mask_record(tokenizer, embedding_rows),
     }
 
 
@@ -78,6 +91,14 @@ def rope_scaling(config: Any) -> dict[str, Any] | None:
     apart = ("rope_theta", "partial_rotary_factor", "type")
     body = {name: value for name, value in _rope(config).items() if name not in apart and value is not None}
     return None if body.get("rope_type", "default") == "default" else body
+
+
+def rope_turn(config: Any) -> int | None:
+    """Length beyond which RoPE turns heads otherwise, for all rows of the forward pass that a longer one is in."""
+    rope = _rope(config)
+    if rope.get("rope_type") == "longrope":
+        return rope["original_max_position_embeddings"]
+    return config.max_position_embeddings if rope.get("rope_type") == "dynamic" else None
 
 
 def _rope(config: Any) -> dict[str, Any]:

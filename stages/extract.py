@@ -179,9 +179,10 @@ class Part:
     def _shape(self) -> dict[str, Any]:
         """What shapes this part, as far as it is known without loading weights."""
         from pipeline.encoder import Teacher
-        from pipeline.target import load_config, tap_layers, target_record
+        from pipeline.target import load_config, rope_turn, tap_layers, target_record
 
         config = load_config(self.run)
+        self.turn = rope_turn(config)
         self.layer_ids = tap_layers(self.run.extract.layers, config.num_hidden_layers)
         self.width = config.hidden_size
         extras = self.run.extract.extras
@@ -381,7 +382,7 @@ class Part:
                     shard = Shard(writer, partial(done, number))
                 works += rows
                 places += [None if shard is None else Place(shard, i) for i in range(len(rows))]
-            cut = batches([work.run for work in works], self.run.extract.tokens_per_batch)
+            cut = batches([work.run for work in works], self.run.extract.tokens_per_batch, self.turn)
             stack.pop_all()
         return OpenWindow(works, places, cut)
 

@@ -23,7 +23,7 @@ from data.errors import BadInput, Failure
 from data.settings import Run
 from pipeline import weights
 from pipeline.encoder import Encoder, Teacher, compilations
-from pipeline.target import Target, load_target, resolve_target, tap_layers, target_record
+from pipeline.target import Target, load_target, model_record, resolve_target, tap_layers, target_record
 from pipeline.targets_tiny import MERGES, TEMPLATE, TOKENS, tiny_tokenizer
 
 SMALL = {
@@ -272,6 +272,12 @@ def test_folders_without_weights_or_model_are_refused(make_run: Callable[..., Ru
         target_record(make_run("none", target={"model": str(tmp_path)}))
     with pytest.raises(BadInput, match="cannot load this as a causal LM"):
         load_target(make_run("none", target={"model": str(tmp_path)}), "cpu")
+
+
+def test_a_configuration_without_the_sizes_of_layers_is_refused(tiny_run: Run) -> None:
+    config = AutoConfig.for_model("bloom")
+    with pytest.raises(BadInput, match=r"target.model: tiny:2: 'BloomConfig' .*: not supported"):
+        model_record(tiny_run, config, tiny_tokenizer(), 320)
 
 
 def test_record_changes_with_the_weights_only(make_run: Callable[..., Run], tmp_path: Path, tiny_run: Run) -> None:

@@ -108,6 +108,14 @@ def test_codecs_keep_states_within_their_error(new_run: Callable[..., Run], tiny
     assert error.max() <= cache.codec.error + 2**-8
 
 
+def test_a_codec_is_fitted_though_the_first_part_has_no_rows(new_run: Callable[..., Run]) -> None:
+    run = new_run(rows=3, salt="b", codec="klt6", parts=4)
+    counts = [read_manifest(Layout.of(run).tokens(part), "tokens")["counts"]["rows"] for part in range(4)]
+    assert counts[0] == 0
+    extract(run, (0, 1, 2, 3))
+    assert len(Cache.open(run)) == 3
+
+
 def test_teacher_entries_are_the_last_layer_s(new_run: Callable[..., Run], tiny_target: Target) -> None:
     run = new_run(codec="bf16", extras=["last_hidden", "top_k"], top_k=4)
     extract(run)

@@ -16,6 +16,7 @@ import errno
 import fcntl
 import os
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -124,21 +125,26 @@ class _Plain:
 
 
 class _Packed:
-    """A compressed array: kept in memory until it is whole, then compressed by Zarr."""
+    """A compressed array: its values wait in a file without a name until all are there, then Zarr compresses them.
 
-    def __init__(self, array: zarr.Array) -> None:
-        self.array = array
-        self.values = np.zeros(array.shape, array.dtype)
+    Rows of a window come in the order of their lengths, so that all its shards wait at once: too much for memory.
+    """
+
+    def __init__(self, array: zarr.Array, folder: Path, spec: ArraySpec) -> None:
+        self.array, self.state_bytes = array, spec.nbytes
+        self.file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 (`close` ends it)
 
     def put(self, values: np.ndarray, at: int) -> None:
-        self.values[at : at + len(values)] = values
+        if values.size:
+            _write_at(self.file.fileno(), memoryview(values).cast("B"), at * self.state_bytes)
 
     def finish(self) -> None:
-        if len(self.values):
-            self.array[:] = self.values
+        if self.array.shape[0]:
+            self.array[:] = np.memmap(self.file, self.array.dtype, "r", shape=self.array.shape)
+        self.close()
 
     def close(self) -> None:
-        self.values = self.values[:0]
+        self.file.close()
 
 
 def _write_at(file: int, body: memoryview, at: int) -> None:
@@ -201,7 +207,9 @@ class ShardWriter:
         for name, spec in (self.state_specs | self.teacher_specs).items():
             array = create_array(group, name, int(counts[name]), spec, compressor)
             file = self.temporary / name / "/".join(["c", *("0" * array.ndim)])
-            self.arrays[name] = _Plain(array, file, spec) if compressor == "none" else _Packed(array)
+            self.arrays[name] = (
+                _Plain(array, file, spec) if compressor == "none" else _Packed(array, self.temporary, spec)
+            )
         for name, values in self._small().items():
             array = group.create_array(
                 name,

@@ -17,10 +17,11 @@ from typing import Any, Literal
 
 import torch
 import transformers
+from accelerate.hooks import remove_hook_from_module
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, masking_utils
 
-from data.errors import BadInput
+from data.errors import BadInput, Failure
 from data.settings import Run
 from pipeline.head import TargetHead
 from pipeline.mask_token import mask_record
@@ -51,11 +52,25 @@ def tap_layers(layers: Literal["auto"] | Sequence[int], num_layers: int) -> tupl
 
 
 def model_record(run: Run, config: Any, tokenizer: PreTrainedTokenizerBase, embedding_rows: int) -> dict[str, Any]:
-    """What drafters take from the target besides states and head: the sizes of its layers, and its mask tokens."""
-    heads = config.num_attention_heads
+    """What drafters take from the target besides states and head: the sizes of its layers, and its mask tokens.
+
+    Raises BadInput when its configuration does not tell.
+    """
+    try:
+        sizes = _sizes(config)
+    except AttributeError as error:
+        raise BadInput(f"target.model: {run.target.model}: {error}: not supported") from None
     return {
         "name": run.target.model,
         "architectures": list(getattr(config, "architectures", None) or []),
+        **sizes,
+        "mask": mask_record(tokenizer, embedding_rows),
+    }
+
+
+def _sizes(config: Any) -> dict[str, Any]:
+    heads = config.num_attention_heads
+    return {
         "model_type": config.model_type,
         "num_hidden_layers": config.num_hidden_layers,
         "num_attention_heads": heads,
@@ -65,7 +80,6 @@ def model_record(run: Run, config: Any, tokenizer: PreTrainedTokenizerBase, embe
         "rms_norm_eps": float(getattr(config, "rms_norm_eps", 1e-6)),
         "rope_theta": float(_rope(config).get("rope_theta", 10000.0)),
         "max_position_embeddings": config.max_position_embeddings,
-        "mask": mask_record(tokenizer, embedding_rows),
     }
 
 
@@ -77,6 +91,14 @@ def rope_scaling(config: Any) -> dict[str, Any] | None:
     apart = ("rope_theta", "partial_rotary_factor", "type")
     body = {name: value for name, value in _rope(config).items() if name not in apart and value is not None}
     return None if body.get("rope_type", "default") == "default" else body
+
+
+def rope_turn(config: Any) -> int | None:
+    """Length beyond which RoPE turns heads otherwise, for all rows of the forward pass that a longer one is in."""
+    rope = _rope(config)
+    if rope.get("rope_type") == "longrope":
+        return rope["original_max_position_embeddings"]
+    return config.max_position_embeddings if rope.get("rope_type") == "dynamic" else None
 
 
 def _rope(config: Any) -> dict[str, Any]:
@@ -110,7 +132,7 @@ def load_config(run: Run) -> Any:
 def load_target(run: Run, device: str, dtype: torch.dtype | None = None) -> Target:
     """The run's target, in evaluation mode, on `device` (on `target.gpus` devices when there are more than one).
 
-    Raises BadInput when transformers cannot load it as a causal LM.
+    Raises BadInput when transformers cannot load it as a causal LM, Failure when it does not fit.
     """
     folder = resolve_target(run)
     settings = run.target
@@ -126,7 +148,17 @@ def load_target(run: Run, device: str, dtype: torch.dtype | None = None) -> Targ
     except (OSError, ValueError, KeyError, ImportError) as error:
         text = " ".join(str(error).split())[:300]
         raise BadInput(f"{folder}: transformers cannot load this as a causal LM: {text}") from None
+    except torch.OutOfMemoryError:
+        raise _too_large(settings.gpus) from None
+    if any(weight.is_meta for weight in model.parameters()):  # left in the host's memory, to be fetched for every batch
+        raise _too_large(settings.gpus)
     return Target(model, load_tokenizer(run), device)
+
+
+def _too_large(gpus: int) -> Failure:
+    return Failure(
+        f"target.gpus: the target is too large for what is free of {gpus} GPU{'s' * (gpus > 1)}: raise it, or free them"
+    )
 
 
 def _device_map(device: str, gpus: int) -> dict[str, str] | str:
@@ -146,6 +178,8 @@ class Target:
         self.device = torch.device(device)
         self.config = model.config.get_text_config()
         self.stack, self.layers_name = find_stack(model, self.config.num_hidden_layers)
+        for layer in self.decoder_layers():
+            _unhook_inside(layer)
         self.layers: int = self.config.num_hidden_layers
         self.width: int = self.config.hidden_size
         self.vocab: int = model.get_input_embeddings().weight.shape[0]
@@ -243,6 +277,16 @@ def find_stack(model: nn.Module, layers: int) -> tuple[nn.Module, str]:
             owner, _, attribute = name.rpartition(".")
             return decoder.get_submodule(owner), attribute
     raise BadInput(f"target: {type(model).__name__} has no list of its {layers} decoder layers: not supported")
+
+
+def _unhook_inside(layer: nn.Module) -> None:
+    """Take a device map's hooks off the parts of a decoder layer: its own moves what comes in to where all of it lies.
+
+    With them a compiler takes every layer for code of its own.
+    """
+    if hasattr(layer, "_hf_hook") and len({parameter.device for parameter in layer.parameters()}) == 1:
+        for part in layer.children():
+            remove_hook_from_module(part, recurse=True)
 
 
 def truncated(stack: nn.Module, layers_name: str, depth: int) -> nn.Module:

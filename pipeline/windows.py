@@ -92,11 +92,12 @@ def padded(length: int | np.ndarray) -> int | np.ndarray:
     return -(-length // ROUND) * ROUND
 
 
-def batches(lengths: Sequence[int], tokens_per_batch: int) -> list[np.ndarray]:
+def batches(lengths: Sequence[int], tokens_per_batch: int, turn: int | None = None) -> list[np.ndarray]:
     """Cut rows of `lengths` tokens into batches of at most `tokens_per_batch` tokens, padding included.
 
     Returns row numbers of each batch, longest rows first, such that padding plus `BATCH_COST` a batch is least. A row
-    of no tokens is in no batch; one longer than a batch is a batch of its own.
+    of no tokens is in no batch; one longer than a batch is a batch of its own. No batch has rows of at most `turn`
+    tokens and longer ones.
     """
     sizes = np.asarray(lengths, np.int64)
     order = np.argsort(sizes, kind="stable")
@@ -104,9 +105,10 @@ def batches(lengths: Sequence[int], tokens_per_batch: int) -> list[np.ndarray]:
     width = padded(sizes[order])
     cost = np.zeros(len(order) + 1)
     start = np.zeros(len(order), np.int64)
+    long = len(order) if turn is None else int(np.searchsorted(sizes[order], turn, "right"))
     for last in range(len(order)):
         most = max(1, tokens_per_batch // int(width[last]))
-        first = np.arange(max(0, last + 1 - most), last + 1)
+        first = np.arange(max(long if last >= long else 0, last + 1 - most), last + 1)
         total = cost[first] + (last + 1 - first) * width[last] + BATCH_COST
         best = int(total.argmin())
         cost[last + 1], start[last] = total[best], first[best]

@@ -171,7 +171,19 @@ def _delete(item: Doomed) -> None:
     for bucket, names in item.objects.items():  # before the folder, whose records lead to them
         bucket.remove(name for name in names if "/" not in name)
         bucket.remove(names)
-    shutil.rmtree(item.path)
+    _empty(item.path)
+
+
+def _empty(folder: Path) -> None:
+    """Remove a folder. One that is a link, to another disk say, is emptied and stays a link."""
+    if not folder.is_symlink():
+        shutil.rmtree(folder)
+        return
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _bytes(path: Path) -> int:

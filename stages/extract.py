@@ -179,9 +179,10 @@ class Part:
     def _shape(self) -> dict[str, Any]:
         """What shapes this part, as far as it is known without loading weights."""
         from pipeline.encoder import Teacher
-        from pipeline.target import load_config, tap_layers, target_record
+        from pipeline.target import load_config, rope_turn, tap_layers, target_record
 
         config = load_config(self.run)
+        self.turn = rope_turn(config)
         self.layer_ids = tap_layers(self.run.extract.layers, config.num_hidden_layers)
         self.width = config.hidden_size
         extras = self.run.extract.extras
@@ -300,7 +301,7 @@ class Part:
         return model_record(self.run, load_config(self.run), load_tokenizer(self.run), target.vocab)
 
     def _codec(self, shaped: Mapping[str, Any]) -> Codec:
-        """The codec of all parts; a fitted one is fitted to the first rows of the lowest part that has tokens."""
+        """The codec of all parts; a fitted one is fitted to the first rows of the lowest part that has anchors."""
         from data.codec import CODECS, make_codec
         from data.part import shared_codec
 
@@ -317,18 +318,23 @@ class Part:
         from pipeline.console import say
         from pipeline.encoder import state_sample
 
-        first = min(part for part in range(self.run.extract.parts) if self.layout.tokens(part).exists())
-        works: list[Work] = []
         wanted = CODECS[self.run.extract.codec].sample_states(self.width)
-        for work in self._works(first):
+        parts = [part for part in range(self.run.extract.parts) if self.layout.tokens(part).exists()]
+        works = next(filter(None, (self._first_works(part, wanted) for part in parts)), None)
+        if works is None:
+            raise BadInput(f"{self.layout.tokens(parts[-1]).parent}: no row has an anchor: nothing to extract")
+        say(f"fitting codec {self.run.extract.codec} to {sum(w.row.states for w in works)} states")
+        return state_sample(self.machine.target(self.work.device), self.layer_ids, works)
+
+    def _first_works(self, part: int, wanted: int) -> list[Work]:
+        """A part's first rows with states, as many as make `wanted` states."""
+        works: list[Work] = []
+        for work in self._works(part):
             if sum(each.row.states for each in works) >= wanted:
                 break
             if work.row.states:
                 works.append(work)
-        if not works:
-            raise BadInput(f"{self.layout.tokens(first)}: no row has an anchor: nothing to extract")
-        say(f"fitting codec {self.run.extract.codec} to {sum(w.row.states for w in works)} states")
-        return state_sample(self.machine.target(self.work.device), self.layer_ids, works)
+        return works
 
     def _on_policy(self) -> dict[str, Any]:
         from pipeline.console import say
@@ -381,7 +387,7 @@ class Part:
                     shard = Shard(writer, partial(done, number))
                 works += rows
                 places += [None if shard is None else Place(shard, i) for i in range(len(rows))]
-            cut = batches([work.run for work in works], self.run.extract.tokens_per_batch)
+            cut = batches([work.run for work in works], self.run.extract.tokens_per_batch, self.turn)
             stack.pop_all()
         return OpenWindow(works, places, cut)
 

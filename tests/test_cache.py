@@ -6,6 +6,7 @@ import shutil
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -304,6 +305,26 @@ def read_all(run: Run, mapped: bool = True) -> None:
     out = buffers(cache)
     for number in range(len(cache)):
         cache.read_states(number, out, 0)
+
+
+@pytest.mark.parametrize("compressor", ["none", "zstd"])
+def test_rows_that_wait_for_the_rest_of_their_shard_take_no_memory(tmp_path: Path, compressor: str) -> None:
+    """All shards of a window wait at once, 8 GiB by default."""
+
+    def own() -> int:
+        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+        return int(line.split()[1]) << 10
+
+    count, mask = 8192, np.ones(8193, bool)
+    rows = [ShardRow(name, np.zeros(count + 1, np.int32), mask, False, count) for name in "ab"]
+    values = np.random.default_rng(0).integers(0, 9, (count, 2, 1024), np.uint16)
+    with ShardWriter(tmp_path / "shard-00000.zarr", make_codec("bf16", 2, 1024), rows, "f" * 32, compressor) as writer:
+        before = own()
+        writer.put(1, {"hidden": values})
+        assert own() - before < values.nbytes // 4
+        writer.put(0, {"hidden": values})
+        writer.finish()
+    assert np.array_equal(zarr.open_group(tmp_path / "shard-00000.zarr", mode="r")["hidden"][count:], values)
 
 
 @pytest.mark.parametrize("compressor", ["none", "zstd"])

@@ -39,6 +39,7 @@ from pipeline.targets_tiny import ROWS
 from pipeline.windows import Sizes, Window, batches, padded, windows, work_of
 from stages.extract import Part
 from tests.extracting import Children, calls, extract, shards, tree, write_token_parts
+from tests.test_fitness import of_target
 
 WINDOWS = {"window_bytes": 200_000, "shard_bytes": 80_000}
 
@@ -105,6 +106,14 @@ def test_codecs_keep_states_within_their_error(new_run: Callable[..., Run], tiny
     fresh = tiny_target.tap(ids[None], cache.layer_ids)[0, : cache.rows.states[row]].bfloat16().float()
     error = (stored(cache, row).float() - fresh).norm(dim=-1) / fresh.norm(dim=-1)
     assert error.max() <= cache.codec.error + 2**-8
+
+
+def test_a_codec_is_fitted_though_the_first_part_has_no_rows(new_run: Callable[..., Run]) -> None:
+    run = new_run(rows=3, salt="b", codec="klt6", parts=4)
+    counts = [read_manifest(Layout.of(run).tokens(part), "tokens")["counts"]["rows"] for part in range(4)]
+    assert counts[0] == 0
+    extract(run, (0, 1, 2, 3))
+    assert len(Cache.open(run)) == 3
 
 
 def test_teacher_entries_are_the_last_layer_s(new_run: Callable[..., Run], tiny_target: Target) -> None:
@@ -444,6 +453,25 @@ def test_batches_hold_every_row_once_within_the_budget() -> None:
         assert len(rows) * padded(longest) <= 2048 or len(rows) == 1
     total = sum(len(rows) * padded(max(lengths[row] for row in rows)) for rows in found)
     assert total <= 1.1 * sum(lengths)
+
+
+def test_rows_on_both_sides_of_a_rope_s_turn_are_never_batched_together(
+    make_run: Callable[..., Run], tmp_path: Path
+) -> None:
+    """A forward pass turns all its rows' heads as its longest row wants it."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "factor": 4.0}
+    scaling = {"rope_type": "longrope", "original_max_position_embeddings": 48, **factors}
+    model = {"model": of_target(tmp_path / "model", scaling), "dtype": "float32"}
+    settings = {"parts": 1, "codec": "float32", "tokens_per_batch": 4096}
+    run = make_run("r", root=str(tmp_path), target=model, extract=settings)
+    write_token_parts(run)
+    extract(run)
+    cache, target = Cache.open(run), load_target(run, "cpu")
+    assert (cache.rows.states > 48).any()
+    assert ((cache.rows.states > 0) & (cache.rows.states < 48)).any()
+    for row in np.flatnonzero(cache.rows.states):
+        ids = torch.from_numpy(cache.tokens(row)[0][: cache.rows.states[row]].astype(np.int64))
+        torch.testing.assert_close(stored(cache, row), target.tap(ids[None], cache.layer_ids)[0], rtol=1e-4, atol=1e-4)
 
 
 def test_waiting_for_the_disk_is_measured(

@@ -186,6 +186,18 @@ def test_clean_shows_sizes_and_deletes_only_when_told(run_file: str, monkeypatch
     assert layout.train_manifest("base").exists()
 
 
+def test_clean_empties_a_cache_that_lies_on_another_disk(run_file: str, tmp_path: Path) -> None:
+    run = load_run(run_file)
+    layout, other = Layout.of(run), tmp_path / "other"
+    other.mkdir()
+    layout.folder.mkdir(parents=True, exist_ok=True)
+    layout.cache.symlink_to(other)
+    make(run, layout.cache_part(0), layout.cache / "part-0000" / "shard-00000.zarr" / "zarr.json")
+    assert cli.exit_code(["clean", run_file, "--cache", "--yes"]) == 0
+    assert layout.cache.is_symlink()
+    assert not list(other.iterdir())
+
+
 def test_clean_keeps_the_best_and_the_last_checkpoint(run_file: str) -> None:
     layout = Layout.of(load_run(run_file))
     for name in ("base", "wide"):

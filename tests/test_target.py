@@ -8,18 +8,22 @@ import subprocess
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 import torch
+from accelerate import dispatch_model
 from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
-from data.errors import BadInput
+from data.codec import make_codec
+from data.errors import BadInput, Failure
 from data.settings import Run
 from pipeline import weights
-from pipeline.target import Target, load_target, resolve_target, tap_layers, target_record
+from pipeline.encoder import Encoder, Teacher, compilations
+from pipeline.target import Target, load_target, model_record, resolve_target, tap_layers, target_record
 from pipeline.targets_tiny import MERGES, TEMPLATE, TOKENS, tiny_tokenizer
 
 SMALL = {
@@ -91,6 +95,55 @@ def test_head_gives_the_model_s_own_logits(name: str) -> None:
     target.logits(ids)
     hook.remove()
     torch.testing.assert_close(head.embed(ids), entered[0], rtol=1e-3, atol=1e-4)
+
+
+def spread(target: Target) -> Target:
+    """The same over "several" devices, all of them the CPU: with the hooks that move states, and nothing to move."""
+    places = [name for name, _ in target.model.named_modules() if name.count(".") == 1 and name != "model.layers"]
+    places += ["lm_head", *(f"model.layers.{i}" for i in range(target.layers))]
+    skipped = target.model._skip_keys_device_placement
+    dispatch_model(target.model, dict.fromkeys(places, "cpu"), skip_keys=skipped, force_hooks=True)
+    return Target(target.model, None, "cpu")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_device_map_changes_no_state_logit_or_head(name: str) -> None:
+    one, many, ids = family(name), spread(family(name)), torch.randint(3, 128, (2, 24))
+    assert all(hasattr(layer, "_hf_hook") for layer in many.decoder_layers())
+    assert torch.equal(many.tap(ids, (0, 1, 3)), one.tap(ids, (0, 1, 3)))
+    assert torch.equal(many.logits(ids), one.logits(ids))
+    assert torch.equal(many.last_hidden(ids), one.last_hidden(ids))
+    assert many.head().scales() == one.head().scales()
+
+
+def test_a_device_map_costs_no_compilation_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    counts = []
+    for target in (family("llama"), spread(family("llama"))):
+        torch._dynamo.reset()
+        ids, kept, before = torch.randint(3, 128, (4, 48)), torch.arange(4 * 48), compilations()
+        encoder = Encoder(target, (0, 1, 3), make_codec("float32", 3, target.width), Teacher(), compiled=True)
+        states = encoder(ids, kept, kept[:0])["hidden"]
+        counts.append(compilations() - before)
+        encoder.close()
+        torch.testing.assert_close(states, target.tap(ids, (0, 1, 3)).flatten(0, 1))
+    assert counts[0] == counts[1] == 3
+
+
+def test_a_target_that_the_gpus_cannot_hold_is_refused(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run("tiny")
+    monkeypatch.setattr("pipeline.target._device_map", lambda *_: {"model": "cpu", "lm_head": "disk"})
+    with pytest.raises(Failure, match=r"target.gpus: the target is too large for what is free of 1 GPU: raise it"):
+        load_target(run, "cpu")
+
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", full)
+    with pytest.raises(Failure, match="too large for what is free of 1 GPU"):
+        load_target(run, "cpu")
 
 
 def test_auto_layers_follow_the_rule() -> None:
@@ -219,6 +272,12 @@ def test_folders_without_weights_or_model_are_refused(make_run: Callable[..., Ru
         target_record(make_run("none", target={"model": str(tmp_path)}))
     with pytest.raises(BadInput, match="cannot load this as a causal LM"):
         load_target(make_run("none", target={"model": str(tmp_path)}), "cpu")
+
+
+def test_a_configuration_without_the_sizes_of_layers_is_refused(tiny_run: Run) -> None:
+    config = AutoConfig.for_model("bloom")
+    with pytest.raises(BadInput, match=r"target.model: tiny:2: 'BloomConfig' .*: not supported"):
+        model_record(tiny_run, config, tiny_tokenizer(), 320)
 
 
 def test_record_changes_with_the_weights_only(make_run: Callable[..., Run], tmp_path: Path, tiny_run: Run) -> None:

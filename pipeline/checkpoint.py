@@ -202,6 +202,11 @@ def _to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
 
+def record_validation(info: CheckpointInfo, validation: Mapping[str, Any]) -> None:
+    """Add the validation walk to a checkpoint that was saved without one."""
+    write_json(info.path / META, {**info.meta, "validation": dict(validation)})
+
+
 class CheckpointWriter:
     """Writes checkpoints of one drafter in a thread, one at a time, and keeps the newest and the best."""
 
@@ -229,19 +234,32 @@ class CheckpointWriter:
             if say_so and waited > 0.1:
                 say(f"waited {waited:.1f} s for the checkpoint before to reach the disk")
             self._thread = None
+        self.check()
+
+    def check(self) -> None:
+        """Raise Failure when a save went wrong; to be asked often, since what is trained on top of it may be lost."""
         if self._error is not None:
-            raise Failure(f"{self.folder}: a checkpoint could not be written: {self._error}") from self._error
+            raise Failure(
+                f"{self.folder}: a checkpoint could not be written ({self._error}): see to the disk and run the same "
+                "command again, it goes on from the checkpoint before"
+            ) from self._error
 
     def _guarded(self, *arguments: Any) -> None:
         try:
             self._write(*arguments)
         except BaseException as error:
+            self._sweep()
             self._error = error
 
+    def _sweep(self) -> None:
+        """Free the disk of a save or a removal that did not come to its end."""
+        for path in self.folder.glob(".step-*.tmp"):
+            shutil.rmtree(path, ignore_errors=True)
+
     def _write(self, step: int, config: dict, weights: dict, state: dict, meta: dict) -> None:
+        self._sweep()
         path = self.folder / f"step-{step:06d}"
-        temporary = self.folder / f".{path.name}.tmp"
-        shutil.rmtree(temporary, ignore_errors=True)
+        temporary = _temporary(path)
         temporary.mkdir(parents=True)
         save_tensors(weights, temporary / WEIGHTS)
         save_tensors(state, temporary / OPTIMIZER)
@@ -261,4 +279,10 @@ class CheckpointWriter:
         kept = {info.step for info in [*every[-self.keep_last :], *scored[-self.keep_best :]]}
         for info in every:
             if info.step not in kept:
-                shutil.rmtree(info.path)
+                info.path.rename(_temporary(info.path))
+        self._sweep()
+
+
+def _temporary(path: Path) -> Path:
+    """What a checkpoint is called while it comes or goes."""
+    return path.with_name(f".{path.name}.tmp")

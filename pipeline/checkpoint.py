@@ -77,7 +77,7 @@ def _record(meta: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def choose(folder: Path, which: str) -> list[CheckpointInfo]:
-    """`best` (by validation acceptance), `last`, `all` or `step-N`.
+    """`best` (by validation acceptance; of equals the newest), `last`, `all` or `step-N`.
 
     Raises BadInput when there is none.
     """
@@ -89,14 +89,18 @@ def choose(folder: Path, which: str) -> list[CheckpointInfo]:
     if which == "last":
         return every[-1:]
     if which == "best":
-        scored = [info for info in every if info.acceptance is not None]
-        return [max(scored, key=lambda info: info.acceptance or 0.0)] if scored else every[-1:]
+        return _by_acceptance(every)[-1:] or every[-1:]
     match = re.fullmatch(r"step-(\d+)", which)
     named = [info for info in every if match and info.step == int(match[1])]
     if not named:
         have = ", ".join(f"step-{info.step}" for info in every)
         raise BadInput(f"{folder}: no checkpoint `{which}`; there are best, last, all, {have}")
     return named
+
+
+def _by_acceptance(every: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
+    """Those that have a validation, the best last: of equals the newest, so that none depends on which are kept."""
+    return sorted((info for info in every if info.acceptance is not None), key=lambda info: info.acceptance or 0.0)
 
 
 def damage(path: Path, names: Sequence[str]) -> str:
@@ -275,8 +279,7 @@ class CheckpointWriter:
 
     def _prune(self) -> None:
         every = list_checkpoints(self.folder)
-        scored = sorted((i for i in every if i.acceptance is not None), key=lambda i: (i.acceptance, i.step))
-        kept = {info.step for info in [*every[-self.keep_last :], *scored[-self.keep_best :]]}
+        kept = {info.step for info in [*every[-self.keep_last :], *_by_acceptance(every)[-self.keep_best :]]}
         for info in every:
             if info.step not in kept:
                 info.path.rename(_temporary(info.path))

@@ -28,7 +28,7 @@ from data.layout import Layout
 from data.manifest import read_manifest
 from data.settings import Run, load_run
 from pipeline import checkpoint, devices
-from pipeline.checkpoint import CheckpointWriter, choose, list_checkpoints, load_drafter
+from pipeline.checkpoint import CheckpointWriter, choose, list_checkpoints, load_drafter, record_validation
 from pipeline.decode import Answer, Engine, Prompt
 from pipeline.graphs import Step
 from pipeline.job import Job, job
@@ -423,6 +423,17 @@ def test_a_checkpoint_that_cannot_be_written_ends_training_at_the_next_line_and_
     found = train(run)
     assert sorted(path.name for path in folder.iterdir()) == ["step-000036", "step-000040"]
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("keep_last", [1, 3])
+def test_of_equally_good_checkpoints_the_newest_is_the_best_whichever_are_kept(successor: Run, keep_last: int) -> None:
+    run = renamed(successor, f"equal-{keep_last}", max_steps=3, checkpoint_every=1, keep_last=3)
+    train(run)
+    folder = Layout.of(run).checkpoints("base")
+    for info, acceptance in zip(list_checkpoints(folder), (2.0, 2.0, 1.0), strict=True):
+        record_validation(info, {"acceptance": acceptance})
+    CheckpointWriter(folder, keep_last, keep_best=1)._prune()
+    assert choose(folder, "best")[0].step == 2
 
 
 def test_a_torn_checkpoint_is_passed_over(successor: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -174,19 +174,15 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
     Raises BadInput when they are damaged.
     """
-    return _tensors(path, WEIGHTS)
+    require_sound(path, WEIGHTS)
+    return read_tensors(path, WEIGHTS)
 
 
-def read_optimizer(path: Path) -> dict[str, Tensor]:
-    """The optimizer's tensors and the sums of a checkpoint.
+def read_tensors(path: Path, name: str) -> dict[str, Tensor]:
+    """Tensors of a checkpoint's file, whose checksum was compared before: of all files it is gigabytes.
 
-    Raises BadInput when they are damaged.
+    Raises BadInput when they cannot be read.
     """
-    return _tensors(path, OPTIMIZER)
-
-
-def _tensors(path: Path, name: str) -> dict[str, Tensor]:
-    require_sound(path, name)
     try:
         return load_file(path / name)
     except SafetensorError as error:

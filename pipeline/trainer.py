@@ -29,13 +29,14 @@ from data.shaping import shaping
 from pipeline.batches import BatchPlan, BatchShape, Plan, fill, require_room
 from pipeline.checkpoint import (
     FILES,
+    OPTIMIZER,
+    WEIGHTS,
     CheckpointInfo,
     CheckpointWriter,
     choose,
     load_weights,
     newest_sound,
-    read_optimizer,
-    read_weights,
+    read_tensors,
     record_validation,
 )
 from pipeline.console import Progress, say
@@ -119,21 +120,17 @@ class Trainer:
             )
         return head
 
-    def build(self) -> None:
-        """Make the drafter, the optimizer and the step; nothing runs yet."""
+    def build(self, initial: bool = True) -> None:
+        """Make the drafter, the optimizer and the step; nothing runs yet. Not `initial`: a checkpoint is to set the
+        weights, and nothing is asked of what they once started from."""
         train, own = self.settings, self.run.drafter(self.name)
         dtype = resolve_dtype(train, self.device)
         if train.fp8:
             require_float8(self.device, dtype)
         self.head = self.head.to(self.device, dtype)
         drafter = unset_drafter(self.config, self.device)
-        if train.warm_start is None:
-            initialise(drafter, train.seed)
-        else:
-            self._warm_start(drafter, train.warm_start)
-        if self.world > 1:  # processors of another kind may draw other last bits
-            for parameter in drafter.parameters():
-                dist.broadcast(parameter.data, 0)
+        if initial:
+            self._initialise(drafter)
         self.optimizer = Optimizer(drafter.named_parameters(), train, self.plan.total_steps)
         taps = self.cache.tap_indices(self.config.target_layer_ids, f"drafter `{self.name}`")
         every = taps == tuple(range(len(self.cache.layer_ids)))
@@ -173,6 +170,15 @@ class Trainer:
             return {}
         return {name: (spec.shape, spec.dtype) for name, spec in self.cache.teacher_specs.items()}
 
+    def _initialise(self, drafter: Drafter) -> None:
+        if self.settings.warm_start is None:
+            initialise(drafter, self.settings.seed)
+        else:
+            self._warm_start(drafter, self.settings.warm_start)
+        if self.world > 1:  # processors of another kind may draw other last bits
+            for parameter in drafter.parameters():
+                dist.broadcast(parameter.data, 0)
+
     def _warm_start(self, drafter: Drafter, source: str) -> None:
         config, tensors = read_checkpoint(source, self.config.num_target_layers)
         theirs, ours = list(config.target_layer_ids), list(self.config.target_layer_ids)
@@ -199,8 +205,9 @@ class Trainer:
 
     def train(self) -> None:
         """Train from the newest sound checkpoint, or from the start."""
-        self.build()
-        start = self._resume()
+        newest = self._newest()
+        self.build(initial=newest is None)
+        start = 0 if newest is None else self._resume(newest)
         self._announce(start)
         with ExitStack() as stack:
             if self.rank == 0:  # one writer: the others' would replace its file
@@ -466,18 +473,23 @@ class Trainer:
             }
             self.writer.save(done, self.config, dict(self.drafter.named_parameters()), state, meta)
 
-    def _resume(self) -> int:
-        """Load the newest sound checkpoint of this very training; the step to go on from."""
+    def _newest(self) -> CheckpointInfo | None:
+        """The newest sound checkpoint of this very training.
+
+        Raises BadInput when it belongs to another.
+        """
         folder = self.layout.checkpoints(self.name)
         info = newest_sound(folder, FILES)
-        if info is None:
-            return 0
-        if info.meta.get("fingerprint") != self.identity:
+        if info is not None and info.meta.get("fingerprint") != self.identity:
             raise BadInput(
                 f"{info.path} belongs to other settings: delete {folder} to train anew, or give the drafter a new name"
             )
-        load_weights(self.drafter, read_weights(info.path), info.path)
-        self._load_state(info, read_optimizer(info.path))
+        return info
+
+    def _resume(self, info: CheckpointInfo) -> int:
+        """Load a checkpoint whose files were found sound; the step to go on from."""
+        load_weights(self.drafter, read_tensors(info.path, WEIGHTS), info.path)
+        self._load_state(info, read_tensors(info.path, OPTIMIZER))
         say(f"resuming from step {info.step}")
         self.logged = info.meta.get("logged", info.step - info.step % self.settings.log_every)
         if info.acceptance is not None:

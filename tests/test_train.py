@@ -227,7 +227,7 @@ def walk_of(trainer: Trainer, run: Run) -> list[Any]:
         return blocks
 
     trainer.build()
-    trainer._resume()
+    trainer._resume(trainer._newest())
     trainer.metrics = type("Nowhere", (), {"write": lambda self, line: None})()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Walker, "blocks", keep)
@@ -695,6 +695,30 @@ def test_warm_start_begins_where_the_other_ended(successor: Run, tmp_path: Path)
     found = train(warm)
     for name, tensor in weights.items():
         assert torch.allclose(found[name], tensor.bfloat16().float(), atol=1e-6), name
+
+
+def test_resumed_training_asks_nothing_of_what_it_started_from_and_reads_files_once_for_their_checksums(
+    successor: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stages.export import command as export
+
+    first = renamed(successor, "start", max_steps=2)
+    train(first)
+    shutil.copytree(export_folder(export, first, tmp_path), tmp_path / "start")
+    changes = {"max_steps": 6, "warm_start": str(tmp_path / "start")}
+    expected, broken = (
+        train(renamed(successor, "warm-straight", **changes)),
+        renamed(successor, "warm-broken", **changes),
+    )
+    with pytest.raises(Stopped):
+        train(broken, StoppingJob(3))
+    shutil.rmtree(tmp_path / "start")
+    read, original = [], checkpoint.crc32c
+    monkeypatch.setattr(checkpoint, "crc32c", lambda path: read.append(path.name) or original(path))
+    found = train(broken)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert read[: len(checkpoint.FILES)] == list(checkpoint.FILES)
+    assert read[len(checkpoint.FILES) :] == ["config.json", "drafter.safetensors"], "as the test itself loads them"
 
 
 @pytest.mark.parametrize("equal", [True, False])

@@ -187,7 +187,8 @@ def read_rows(layout: Layout, manifests: Sequence[Mapping[str, Any]]) -> pa.Tabl
         path = rows_path(layout, part)
         if not _table_whole(layout, part, manifest):
             raise BadInput(f"{path} is missing or damaged: {AGAIN} for part {part}")
-        tables.append(pq.read_table(path))
+        with pq.ParquetFile(path) as file:  # `read_table` loads pandas, where it is installed
+            tables.append(file.read())
     return pa.concat_tables(tables).combine_chunks()
 
 

@@ -31,6 +31,7 @@ FORMAT = 1
 """Version of everything that stages write. A change here makes every stage run again."""
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[int, Field(gt=0)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
@@ -303,7 +304,7 @@ class Train(Section):
     """Rate at the end as a share of the peak."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay."""
-    betas: tuple[Share, Share] = (0.9, 0.95)
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
     """AdamW's running-average factors."""
     clip: Annotated[float, Field(gt=0)] = 1.0
     """Largest global gradient norm."""
@@ -535,6 +536,8 @@ class Run(Section):
             return f"gpus {drafter.gpus} does not divide by jobs.nodes {nodes}"
         if train.loss.kind in DISTILLED and not self.extract.extras:
             return f"loss kind `{train.loss.kind}` needs a teacher: set extract.extras to [last_hidden] or [top_k]"
+        if train.fp8 and train.compute == "float32":
+            return "train.fp8 with train.compute float32: products are one or the other, leave one out"
         if layers != "auto" and drafter.taps != "auto" and not set(drafter.taps) <= set(layers):
             return f"taps {list(drafter.taps)} are not all in extract.layers {list(layers)}: change one of them"
         return None

@@ -77,7 +77,7 @@ def _record(meta: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def choose(folder: Path, which: str) -> list[CheckpointInfo]:
-    """`best` (by validation acceptance), `last`, `all` or `step-N`.
+    """`best` (by validation acceptance; of equals the newest), `last`, `all` or `step-N`.
 
     Raises BadInput when there is none.
     """
@@ -89,14 +89,18 @@ def choose(folder: Path, which: str) -> list[CheckpointInfo]:
     if which == "last":
         return every[-1:]
     if which == "best":
-        scored = [info for info in every if info.acceptance is not None]
-        return [max(scored, key=lambda info: info.acceptance or 0.0)] if scored else every[-1:]
+        return _by_acceptance(every)[-1:] or every[-1:]
     match = re.fullmatch(r"step-(\d+)", which)
     named = [info for info in every if match and info.step == int(match[1])]
     if not named:
         have = ", ".join(f"step-{info.step}" for info in every)
         raise BadInput(f"{folder}: no checkpoint `{which}`; there are best, last, all, {have}")
     return named
+
+
+def _by_acceptance(every: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
+    """Those that have a validation, the best last: of equals the newest, so that none depends on which are kept."""
+    return sorted((info for info in every if info.acceptance is not None), key=lambda info: info.acceptance or 0.0)
 
 
 def damage(path: Path, names: Sequence[str]) -> str:
@@ -170,19 +174,15 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
     Raises BadInput when they are damaged.
     """
-    return _tensors(path, WEIGHTS)
+    require_sound(path, WEIGHTS)
+    return read_tensors(path, WEIGHTS)
 
 
-def read_optimizer(path: Path) -> dict[str, Tensor]:
-    """The optimizer's tensors and the sums of a checkpoint.
+def read_tensors(path: Path, name: str) -> dict[str, Tensor]:
+    """Tensors of a checkpoint's file, whose checksum was compared before: of all files it is gigabytes.
 
-    Raises BadInput when they are damaged.
+    Raises BadInput when they cannot be read.
     """
-    return _tensors(path, OPTIMIZER)
-
-
-def _tensors(path: Path, name: str) -> dict[str, Tensor]:
-    require_sound(path, name)
     try:
         return load_file(path / name)
     except SafetensorError as error:
@@ -200,6 +200,11 @@ def newest_sound(folder: Path, names: Sequence[str]) -> CheckpointInfo | None:
 
 def _to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+
+
+def record_validation(info: CheckpointInfo, validation: Mapping[str, Any]) -> None:
+    """Add the validation walk to a checkpoint that was saved without one."""
+    write_json(info.path / META, {**info.meta, "validation": dict(validation)})
 
 
 class CheckpointWriter:
@@ -229,19 +234,32 @@ class CheckpointWriter:
             if say_so and waited > 0.1:
                 say(f"waited {waited:.1f} s for the checkpoint before to reach the disk")
             self._thread = None
+        self.check()
+
+    def check(self) -> None:
+        """Raise Failure when a save went wrong; to be asked often, since what is trained on top of it may be lost."""
         if self._error is not None:
-            raise Failure(f"{self.folder}: a checkpoint could not be written: {self._error}") from self._error
+            raise Failure(
+                f"{self.folder}: a checkpoint could not be written ({self._error}): see to the disk and run the same "
+                "command again, it goes on from the checkpoint before"
+            ) from self._error
 
     def _guarded(self, *arguments: Any) -> None:
         try:
             self._write(*arguments)
         except BaseException as error:
+            self._sweep()
             self._error = error
 
+    def _sweep(self) -> None:
+        """Free the disk of a save or a removal that did not come to its end."""
+        for path in self.folder.glob(".step-*.tmp"):
+            shutil.rmtree(path, ignore_errors=True)
+
     def _write(self, step: int, config: dict, weights: dict, state: dict, meta: dict) -> None:
+        self._sweep()
         path = self.folder / f"step-{step:06d}"
-        temporary = self.folder / f".{path.name}.tmp"
-        shutil.rmtree(temporary, ignore_errors=True)
+        temporary = _temporary(path)
         temporary.mkdir(parents=True)
         save_tensors(weights, temporary / WEIGHTS)
         save_tensors(state, temporary / OPTIMIZER)
@@ -257,8 +275,13 @@ class CheckpointWriter:
 
     def _prune(self) -> None:
         every = list_checkpoints(self.folder)
-        scored = sorted((i for i in every if i.acceptance is not None), key=lambda i: (i.acceptance, i.step))
-        kept = {info.step for info in [*every[-self.keep_last :], *scored[-self.keep_best :]]}
+        kept = {info.step for info in [*every[-self.keep_last :], *_by_acceptance(every)[-self.keep_best :]]}
         for info in every:
             if info.step not in kept:
-                shutil.rmtree(info.path)
+                info.path.rename(_temporary(info.path))
+        self._sweep()
+
+
+def _temporary(path: Path) -> Path:
+    """What a checkpoint is called while it comes or goes."""
+    return path.with_name(f".{path.name}.tmp")

@@ -39,16 +39,20 @@ def compiler(mode: str, deterministic: bool = False, kernels: int | None = None)
     """What wraps the functions of a mode: `torch.compile` with static shapes, or nothing.
 
     `deterministic` keeps Inductor from choosing kernels by timing them, so that another process chooses the same.
+    What one process traced the next takes from the cache, our autograd functions included: torch leaves them out unless
+    told that they do nothing but what their graphs show (their code is part of the cache's key).
     A function that compiles again and again without need fails at torch's own limit, early, unless `kernels` says that
     it has so many shapes.
     """
     if mode == "eager":
         return lambda function: function
+    import torch._functorch.config as functorch
     import torch._inductor.config as inductor
 
     if inductor.triton.cudagraphs:
         raise Failure("torch._inductor.config.triton.cudagraphs is on: captures never nest; unset it")
     inductor.deterministic = deterministic
+    functorch.autograd_cache_allow_custom_autograd_functions = True
 
     def wrap(function: Function) -> Function:
         compiled = torch.compile(function, fullgraph=True, dynamic=False)

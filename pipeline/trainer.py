@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -26,16 +26,18 @@ from data.layout import Layout
 from data.manifest import fingerprint
 from data.part import AGAIN
 from data.shaping import shaping
-from pipeline.batches import BatchPlan, BatchShape, Plan, fill
+from pipeline.batches import BatchPlan, BatchShape, Plan, fill, require_room
 from pipeline.checkpoint import (
     FILES,
+    OPTIMIZER,
+    WEIGHTS,
     CheckpointInfo,
     CheckpointWriter,
     choose,
     load_weights,
     newest_sound,
-    read_optimizer,
-    read_weights,
+    read_tensors,
+    record_validation,
 )
 from pipeline.console import Progress, say
 from pipeline.drafter import Drafter, initialise, unset_drafter
@@ -48,6 +50,7 @@ from pipeline.loggers import Training
 from pipeline.loss import LossRule
 from pipeline.metrics import Metrics, step_flops, told
 from pipeline.optimizer import Optimizer
+from pipeline.preflight import FP8_CAPABILITY
 from pipeline.recipe import design_for
 from pipeline.validation import Walker, score_plans, summary
 
@@ -65,6 +68,18 @@ def resolve_dtype(train: settings.Train, device: torch.device) -> torch.dtype:
     return getattr(torch, name)
 
 
+def require_float8(device: torch.device, dtype: torch.dtype) -> None:
+    """Refuse float8 products where products are of `dtype` float32, or the device has none.
+
+    Raises BadInput.
+    """
+    if dtype == torch.float32:
+        raise BadInput("train.fp8: products are float32 on a CPU: set fp8: false, or compute: bfloat16 (slow here)")
+    if device.type == "cuda" and (have := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
+        need, has = (".".join(map(str, pair)) for pair in (FP8_CAPABILITY, have))
+        raise BadInput(f"train.fp8 needs a GPU of compute capability {need}, this one has {has}: set fp8: false")
+
+
 class Trainer:
     """One rank of one drafter's training. `train()` runs it to its end, to a signal or to a failure."""
 
@@ -73,6 +88,8 @@ class Trainer:
         self.host_group: dist.ProcessGroup | None = None
         self.profile: int | None = None
         self.walked: tuple[int, float] | None = None  # step and acceptance of the newest validation
+        self.logged = 0  # the step up to which metrics are written
+        self.unwalked: CheckpointInfo | None = None  # the one that training goes on from, when its validation is due
         self.device = torch.device(work.device)
         self.layout, self.settings = Layout.of(run), run.train_of(name)
         self.cache = Cache.open(run)
@@ -84,6 +101,8 @@ class Trainer:
         rows = np.flatnonzero(~held_out & (self.cache.rows.eligible > 0))
         self.held_out = np.flatnonzero(held_out & (self.cache.rows.eligible > 0))
         self.plan = Plan(self.cache, rows, self.settings, self.config.block_size, self.rule.plan_weights())
+        if len(self.held_out):
+            require_room(self.settings, self.config.block_size, int(self.cache.rows.states[self.held_out].max()), 0)
         self.identity = fingerprint(
             {"cache": self.cache.fingerprint, "settings": shaping(run, "train", name), "config": self.config.record()}
         )
@@ -101,19 +120,17 @@ class Trainer:
             )
         return head
 
-    def build(self) -> None:
-        """Make the drafter, the optimizer and the step; nothing runs yet."""
+    def build(self, initial: bool = True) -> None:
+        """Make the drafter, the optimizer and the step; nothing runs yet. Not `initial`: a checkpoint is to set the
+        weights, and nothing is asked of what they once started from."""
         train, own = self.settings, self.run.drafter(self.name)
         dtype = resolve_dtype(train, self.device)
+        if train.fp8:
+            require_float8(self.device, dtype)
         self.head = self.head.to(self.device, dtype)
         drafter = unset_drafter(self.config, self.device)
-        if train.warm_start is None:
-            initialise(drafter, train.seed)
-        else:
-            self._warm_start(drafter, train.warm_start)
-        if self.world > 1:  # processors of another kind may draw other last bits
-            for parameter in drafter.parameters():
-                dist.broadcast(parameter.data, 0)
+        if initial:
+            self._initialise(drafter)
         self.optimizer = Optimizer(drafter.named_parameters(), train, self.plan.total_steps)
         taps = self.cache.tap_indices(self.config.target_layer_ids, f"drafter `{self.name}`")
         every = taps == tuple(range(len(self.cache.layer_ids)))
@@ -153,6 +170,15 @@ class Trainer:
             return {}
         return {name: (spec.shape, spec.dtype) for name, spec in self.cache.teacher_specs.items()}
 
+    def _initialise(self, drafter: Drafter) -> None:
+        if self.settings.warm_start is None:
+            initialise(drafter, self.settings.seed)
+        else:
+            self._warm_start(drafter, self.settings.warm_start)
+        if self.world > 1:  # processors of another kind may draw other last bits
+            for parameter in drafter.parameters():
+                dist.broadcast(parameter.data, 0)
+
     def _warm_start(self, drafter: Drafter, source: str) -> None:
         config, tensors = read_checkpoint(source, self.config.num_target_layers)
         theirs, ours = list(config.target_layer_ids), list(self.config.target_layer_ids)
@@ -179,8 +205,9 @@ class Trainer:
 
     def train(self) -> None:
         """Train from the newest sound checkpoint, or from the start."""
-        self.build()
-        start = self._resume()
+        newest = self._newest()
+        self.build(initial=newest is None)
+        start = 0 if newest is None else self._resume(newest)
         self._announce(start)
         with ExitStack() as stack:
             if self.rank == 0:  # one writer: the others' would replace its file
@@ -197,6 +224,7 @@ class Trainer:
                 self.layout.checkpoints(self.name), self.settings.keep_last, self.settings.keep_best
             )
             stack.callback(loader.close)
+            self._catch_up()
             loader.start()
             self._loop(start, loader)
         self.writer.wait()
@@ -262,7 +290,7 @@ class Trainer:
                     bar.tell(told(line, self.walked))
                 if step == start:  # compiling and capturing, which take minutes, lie behind
                     self._expect_steps()
-                self._save_or_stop(done, last)
+                self._save_or_stop(done)
                 if last:  # with the validation that only now is there
                     bar.tell(told(line, self.walked))
                 if done % train.checkpoint_every == 0 or done % train.validate_every == 0:
@@ -272,17 +300,40 @@ class Trainer:
         """From here on a step ends now and then, or this rank does."""
         self.work.allow(self.settings.stall_timeout, "train.stall_timeout")
 
-    def _save_or_stop(self, done: int, last: bool) -> None:
-        train = self.settings
-        stop = self._any_rank_stops() if not last else False
-        validate = last or done % train.validate_every == 0 or done % train.checkpoint_every == 0
-        validation = self._validate(done) if validate and not stop and len(self.held_out) else None
-        if stop or last or done % train.checkpoint_every == 0:
+    def _saves(self, done: int) -> bool:
+        return done == self.plan.total_steps or done % self.settings.checkpoint_every == 0
+
+    def _walks(self, done: int) -> bool:
+        return len(self.held_out) > 0 and (self._saves(done) or done % self.settings.validate_every == 0)
+
+    def _save_or_stop(self, done: int) -> None:
+        """What is due after step `done`. Of bad numbers nothing is saved: it would take the place of what is good."""
+        stop = done < self.plan.total_steps and self._any_rank_stops()
+        if stop or self._saves(done) or self._walks(done):
+            self._refuse_bad_numbers()
+        validation = None
+        if self._walks(done) and not stop:
+            validation = self._validate(done)
+            stop = validation is None
+        if stop or self._saves(done):
             self._save(done, validation)
         if stop:
             self.writer.wait()
-            self.work.check_stop()
-            raise Stopped("another rank was asked to stop; the same command goes on from here")
+            self._stop()
+
+    def _stop(self) -> NoReturn:
+        self.work.check_stop()
+        raise Stopped("another rank was asked to stop; the same command goes on from here")
+
+    def _catch_up(self) -> None:
+        """The validation that a request to stop kept from a checkpoint, so that `best` is an undisturbed run's."""
+        if self.unwalked is None:
+            return
+        validation = self._validate(self.unwalked.step)
+        if validation is None:
+            self._stop()
+        if self.rank == 0 and self._saves(self.unwalked.step):
+            record_validation(self.unwalked, validation)
 
     def _any_rank_stops(self) -> bool:
         """Whether any rank was asked to stop; over ranks they agree once a step, without a device sync when alone."""
@@ -301,8 +352,9 @@ class Trainer:
         host = {name: value.cpu().numpy() for name, value in sums.items()}
         self._expect_steps()
         self._refuse_bad_numbers()
+        self.writer.check()
         seconds, steps = time.perf_counter() - self._since, max(done - self._since_step, 1)
-        interval = (done - 1) % self.settings.log_every + 1
+        interval, self.logged = done - self.logged, done
         line = {
             "step": done,
             "epoch": self.plan.place(done - 1)[0],
@@ -337,49 +389,66 @@ class Trainer:
             raise Failure(f"step {bad + 1}: {self._blame(bad)}; weights are those before it; the last checkpoint stays")
 
     def _blame(self, bad: int) -> str:
-        """Run the step once more without graphs and name the rows and the first parameter with bad numbers."""
-        batches, rows, parameter = rank_share(self.plan.step(bad), self.rank, self.world), [], None
+        """Run the step once more without graphs and name the rows, of all ranks, and the first parameter with bad
+        numbers."""
+        culprits = self._culprits(bad)
+        if self.world > 1:  # who finds none would end first, and the others with it
+            shares: list[Any] = [None] * self.world
+            dist.all_gather_object(shares, culprits, group=self.host_group)
+            culprits = [each for share in shares for each in share]
+        if not culprits:
+            return "the gradient norm is not finite, although each row on its own gives finite gradients"
+        rows = [row for row, _ in culprits]
+        more = f" and {len(rows) - 5} more" if len(rows) > 5 else ""
+        return f"gradients are not finite from rows {rows[:5]}{more}, first in `{culprits[0][1]}`"
+
+    def _culprits(self, bad: int) -> list[tuple[str, str]]:
+        """Rows of this rank's batches that by themselves give bad gradients, and the first parameter of each."""
+        found = []
         views = self.shape.host_views(np.empty(self.shape.offsets()[1], np.uint8))
-        for plan in batches:
-            for document in plan.documents or ():
+        for plan in rank_share(self.plan.step(bad), self.rank, self.world):
+            for document in plan.documents:
                 fill(self.cache, self.shape, BatchPlan((document,), plan.scale, plan.noise_seed), views)
                 self.step.inputs_from(views)
                 self.step.run_micro(True, False)
                 self.work.beat()
                 broken = [n for n, p in self.drafter.named_parameters() if not torch.isfinite(p.grad).all()]
                 if broken:
-                    rows.append(self.cache.row_id(document.row))
-                    parameter = parameter or broken[0]
-        if not rows:
-            return "the gradient norm is not finite, although each row on its own gives finite gradients"
-        more = f" and {len(rows) - 5} more" if len(rows) > 5 else ""
-        return f"gradients are not finite from rows {rows[:5]}{more}, first in `{parameter}`"
+                    found.append((self.cache.row_id(document.row), broken[0]))
+        return found
 
-    def _validate(self, done: int) -> dict[str, Any]:
-        """Score and walk the held-out rows, each rank its share."""
-        begun = time.perf_counter()
+    def _score(self) -> Walker | None:
+        """Scores of this rank's share of the held-out rows; None when it was asked to stop before the end."""
         plans = score_plans(self.cache, self.held_out, self.plan.context, self.plan.blocks, self.config.block_size)
-        walker = Walker(self.cache, self.config.block_size)
-        mine = plans[self.rank :: self.world]
+        walker, mine = Walker(self.cache, self.config.block_size), plans[self.rank :: self.world]
         scorer = Loader(
             self.shape, mine.__getitem__, len(mine), lambda p, v: fill(self.cache, self.shape, p, v), self.device, 1
         )
         scorer.start()
         try:
             for plan in mine:
+                if self.work.stop_requested():
+                    return None
                 scorer.next_into(self.step.buffer)
                 self.step.score()
                 walker.add(plan, self.step.matches.cpu().numpy())
                 self.work.beat()
         finally:
             scorer.close()
-        blocks = walker.blocks()
+        return walker
+
+    def _validate(self, done: int) -> dict[str, Any] | None:
+        """Score and walk the held-out rows, each rank its share; None when one was asked to stop before the end."""
+        begun, walker = time.perf_counter(), self._score()
         if self.world > 1:
             gathered: list[Any] = [None] * self.world
-            dist.all_gather_object(gathered, walker.rows, group=self.host_group)
+            dist.all_gather_object(gathered, None if walker is None else walker.rows, group=self.host_group)
+            if walker is None or None in gathered:
+                return None
             walker.merge(gathered)
-            blocks = walker.blocks()
-        result = summary(blocks, self.config.block_size)
+        if walker is None:
+            return None
+        result = summary(walker.blocks(), self.config.block_size)
         seconds = time.perf_counter() - begun
         self.walked = (done, result["acceptance"])
         if self.rank == 0:
@@ -396,24 +465,37 @@ class Trainer:
         sums = self._over_ranks({name: tensor.clone() for name, tensor in self.step.sums.items()})
         if self.rank == 0:
             state = self.optimizer.tensors() | {f"sums.{n}": t for n, t in sums.items()}
-            meta = {"fingerprint": self.identity, "validation": validation, "total_steps": self.plan.total_steps}
+            meta = {
+                "fingerprint": self.identity,
+                "validation": validation,
+                "total_steps": self.plan.total_steps,
+                "logged": self.logged,
+            }
             self.writer.save(done, self.config, dict(self.drafter.named_parameters()), state, meta)
 
-    def _resume(self) -> int:
-        """Load the newest sound checkpoint of this very training; the step to go on from."""
+    def _newest(self) -> CheckpointInfo | None:
+        """The newest sound checkpoint of this very training.
+
+        Raises BadInput when it belongs to another.
+        """
         folder = self.layout.checkpoints(self.name)
         info = newest_sound(folder, FILES)
-        if info is None:
-            return 0
-        if info.meta.get("fingerprint") != self.identity:
+        if info is not None and info.meta.get("fingerprint") != self.identity:
             raise BadInput(
                 f"{info.path} belongs to other settings: delete {folder} to train anew, or give the drafter a new name"
             )
-        load_weights(self.drafter, read_weights(info.path), info.path)
-        self._load_state(info, read_optimizer(info.path))
+        return info
+
+    def _resume(self, info: CheckpointInfo) -> int:
+        """Load a checkpoint whose files were found sound; the step to go on from."""
+        load_weights(self.drafter, read_tensors(info.path, WEIGHTS), info.path)
+        self._load_state(info, read_tensors(info.path, OPTIMIZER))
         say(f"resuming from step {info.step}")
+        self.logged = info.meta.get("logged", info.step - info.step % self.settings.log_every)
         if info.acceptance is not None:
             self.walked = (info.step, info.acceptance)
+        elif self._walks(info.step):
+            self.unwalked = info
         return info.step
 
     def _load_state(self, info: CheckpointInfo, state: dict[str, Tensor]) -> None:

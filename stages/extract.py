@@ -254,8 +254,10 @@ class Part:
         for row in read_tokens(self.table):
             self._require_known(row, known.vocab_size)
             found = eligible(row.supervised)
-            if len(found) and not row.validation:
-                states, anchors = max(states, int(found[-1])), max(anchors, len(found))
+            if len(found):
+                states = max(states, int(found[-1]))
+            if not row.validation:  # held-out rows are scored in pieces of their anchors
+                anchors = max(anchors, len(found))
         for name, drafter in self.run.drafters.items():
             require_drafter(self.run, name, known, seen)
             require_room(self.run.train_of(name), drafter.block_size, states, anchors)

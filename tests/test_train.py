@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -19,14 +20,15 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from pydantic import ValidationError
 
 from data.cache import Cache
 from data.errors import BadInput, Failure, Stopped
 from data.layout import Layout
 from data.manifest import read_manifest
 from data.settings import Run, load_run
-from pipeline import devices
-from pipeline.checkpoint import CheckpointWriter, choose, list_checkpoints, load_drafter
+from pipeline import checkpoint, devices
+from pipeline.checkpoint import CheckpointWriter, choose, list_checkpoints, load_drafter, record_validation
 from pipeline.decode import Answer, Engine, Prompt
 from pipeline.graphs import Step
 from pipeline.job import Job, job
@@ -225,7 +227,7 @@ def walk_of(trainer: Trainer, run: Run) -> list[Any]:
         return blocks
 
     trainer.build()
-    trainer._resume()
+    trainer._resume(trainer._newest())
     trainer.metrics = type("Nowhere", (), {"write": lambda self, line: None})()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Walker, "blocks", keep)
@@ -255,6 +257,60 @@ def test_interrupted_training_gives_the_same_bits(successor: Run, accumulate: in
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     losses = [[(line["step"], line["loss"]) for line in metrics_of(run)] for run in (straight, broken)]
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("before", [3, 7, 50])
+def test_an_interval_that_began_under_another_log_every_is_counted_right(successor: Run, before: int) -> None:
+    changes = {"max_steps": 20, "context_tokens": 128, "anchor_slots": 96, "learning_rate": 1e-12}
+    straight, broken = renamed(successor, f"by-ten-{before}", **changes), f"by-{before}"
+    train(straight)
+    with pytest.raises(Stopped):
+        train(renamed(successor, broken, **changes, log_every=before), StoppingJob(17))
+    run = renamed(successor, broken, **changes)
+    train(run)
+    expected = metrics_of(straight)[0]["loss"]
+    assert [line["loss"] for line in metrics_of(run)] == pytest.approx([expected] * len(metrics_of(run)), rel=0.05)
+
+
+class Interrupted(Job):
+    """A job that gets a signal when it has asked so many times about one."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__("train", "test")
+        self.left = after
+
+    def stop_requested(self) -> bool:
+        self.left -= 1
+        if self.left == 0:
+            self.on_signal(signal.SIGTERM, None)
+        return super().stop_requested()
+
+
+@pytest.mark.parametrize("share", [0.05, 0.25, 0.45, 0.5, 0.55, 0.95, 1.0])
+def test_the_best_of_interrupted_training_is_that_of_undisturbed(
+    answered: tuple[Run, list[list[int]]], share: float
+) -> None:
+    """Signals before a validation and within one: of a checkpoint, of none, and of the last step."""
+    changes = {
+        "max_steps": 8, "checkpoint_every": 4, "validate_every": 2, "keep_last": 9, "context_tokens": 128,
+        "anchor_slots": 64,
+    }  # fmt: skip
+    straight, broken = (renamed(answered[0], f"{name}-{share}", **changes) for name in ("calm", "shaken"))
+    calm = Interrupted(0)
+    train(straight, calm)
+    with pytest.raises(Stopped, match="SIGTERM"):
+        train(broken, Interrupted(round(-calm.left * share)))
+    assert not Layout.of(broken).train_manifest("base").exists()
+    train(broken)
+    assert walks_and_scores(broken) == walks_and_scores(straight)
+    assert set(walks_and_scores(straight)[1]) == {4, 8}
+
+
+def walks_and_scores(run: Run) -> list[dict[int, float]]:
+    """Acceptance by step: of all validations, and of the checkpoints that have one."""
+    walks = {line["step"]: line["validation"]["acceptance"] for line in metrics_of(run) if "validation" in line}
+    every = list_checkpoints(Layout.of(run).checkpoints("base"))
+    return [walks, {info.step: info.acceptance for info in every if info.acceptance is not None}]
 
 
 def train_apart(run: Run, lease: devices.Lease, number: int = 0, after: int = 0) -> int:
@@ -344,6 +400,42 @@ def test_a_profile_is_a_trace_of_the_steps_that_were_asked_for(
     assert "--profile: no step is left to record; delete " in capsys.readouterr().err
 
 
+def test_a_checkpoint_that_cannot_be_written_ends_training_at_the_next_line_and_leaves_no_torso(
+    successor: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"max_steps": 40, "checkpoint_every": 4, "log_every": 1}
+    expected = train(renamed(successor, "roomy", **changes))
+    run, original = renamed(successor, "full", **changes), checkpoint.save_tensors
+
+    def full(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        original(tensors, path)
+        if "step-000012" in str(path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    folder, lines = Layout.of(run).checkpoints("base"), Layout.of(run).metrics("base")
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save_tensors", full)
+        with pytest.raises(Failure, match=r"could not be written \(.*No space left.*\): .* run the same command again"):
+            train(run)
+    assert sorted(path.name for path in folder.iterdir()) == ["step-000004", "step-000008"]
+    assert 12 <= json.loads(lines.read_text().splitlines()[-1])["step"] < 16
+    (folder / ".step-000009.tmp").mkdir()  # of a kill
+    found = train(run)
+    assert sorted(path.name for path in folder.iterdir()) == ["step-000036", "step-000040"]
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("keep_last", [1, 3])
+def test_of_equally_good_checkpoints_the_newest_is_the_best_whichever_are_kept(successor: Run, keep_last: int) -> None:
+    run = renamed(successor, f"equal-{keep_last}", max_steps=3, checkpoint_every=1, keep_last=3)
+    train(run)
+    folder = Layout.of(run).checkpoints("base")
+    for info, acceptance in zip(list_checkpoints(folder), (2.0, 2.0, 1.0), strict=True):
+        record_validation(info, {"acceptance": acceptance})
+    CheckpointWriter(folder, keep_last, keep_best=1)._prune()
+    assert choose(folder, "best")[0].step == 2
+
+
 def test_a_torn_checkpoint_is_passed_over(successor: Run, capsys: pytest.CaptureFixture[str]) -> None:
     changes = {"max_steps": 12, "checkpoint_every": 4, "keep_last": 3}
     expected = train(renamed(successor, "whole", **changes))
@@ -422,6 +514,40 @@ def test_bad_states_stop_training_with_step_row_and_parameter(successor: Run, mo
     run = renamed(successor, "poisoned", max_steps=5, log_every=2)
     with pytest.raises(Failure, match=r"step 1: gradients are not finite from rows \['row-3'\], first in `fc.weight`"):
         train(run)
+
+
+def test_what_is_bad_is_never_saved_and_training_goes_on_from_what_was_good(
+    successor: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"max_steps": 12, "log_every": 100, "checkpoint_every": 2, "context_tokens": 128, "anchor_slots": 96}
+    expected = train(renamed(successor, "sound", **changes))
+    run, original, steps = renamed(successor, "spoilt", **changes), Step.update, iter(range(100))
+
+    def spoilt(self: Step) -> None:
+        if next(steps) == 4:  # a bit that flips once, say
+            self.drafter.fc.weight.grad[0, 0] = np.nan
+        original(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Step, "update", spoilt)
+        with pytest.raises(Failure, match=r"step 5: .*; the last checkpoint stays"):
+            train(run)
+    assert [info.step for info in list_checkpoints(Layout.of(run).checkpoints("base"))] == [2, 4]
+    found = train(run)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_rows_of_all_ranks_are_blamed_for_bad_numbers(successor: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank whose own rows are sound says what the others found, not that no row is bad."""
+    trainer = Trainer(renamed(successor, "blamed", max_steps=2, batches_per_step=2), "base", Job("train", "test"))
+    trainer.build()
+    trainer.world = 2
+
+    def gather(shares: list[Any], own: Any, group: Any) -> None:
+        shares[:] = [own, [("row-9", "norm.weight")]]
+
+    monkeypatch.setattr("pipeline.trainer.dist.all_gather_object", gather)
+    assert trainer._blame(0) == "gradients are not finite from rows ['row-9'], first in `norm.weight`"
 
 
 @pytest.fixture
@@ -527,6 +653,31 @@ def test_what_does_not_fit_is_refused_before_step_one(successor: Run, drafter: d
     assert not Layout.of(run).drafter("base").exists()
 
 
+def test_held_out_rows_too_long_for_a_batch_are_refused_before_the_target_runs_and_before_step_one(
+    tmp_path: Path, successor: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They would end training at its first validation, again and again."""
+    held_out = tmp_path / "held-out.jsonl"
+    held_out.write_text(json.dumps(token_row(9, list(range(20, 220)))) + "\n")
+    rows = [token_row(i, list(range(20 * i, 20 * i + 30))) for i in range(2)]
+    short = {"context_tokens": 128, "max_steps": 1}
+    path = write_run(tmp_path, "long", "tiny-successor:1", rows, data={"validation": [{"path": str(held_out)}]},
+                     train=short)  # fmt: skip
+    message = "train.context_tokens 128 is shorter than the longest row's 198 states"
+    with pytest.raises(BadInput, match=message):
+        cached(path)
+    run = cached(write_run(tmp_path, "long", "tiny-successor:1", rows, data={"validation": [{"path": str(held_out)}]}))
+    with pytest.raises(BadInput, match=message):
+        train(renamed(run, "long", **short))
+
+
+def test_float8_products_are_refused_where_products_are_float32(successor: Run) -> None:
+    with pytest.raises(BadInput, match=r"train\.fp8: products are float32 on a CPU: set fp8: false"):
+        train(renamed(successor, "narrow", fp8=True, max_steps=1))
+    with pytest.raises(ValidationError, match=r"train\.fp8 with train\.compute float32"):
+        renamed(successor, "narrow", fp8=True, compute="float32")
+
+
 def test_a_cache_of_other_settings_is_refused_by_name(successor: Run) -> None:
     body = renamed(successor, "other").model_dump(mode="json", by_alias=True, exclude_unset=True)
     body["extract"]["codec"] = "fp8"
@@ -544,6 +695,30 @@ def test_warm_start_begins_where_the_other_ended(successor: Run, tmp_path: Path)
     found = train(warm)
     for name, tensor in weights.items():
         assert torch.allclose(found[name], tensor.bfloat16().float(), atol=1e-6), name
+
+
+def test_resumed_training_asks_nothing_of_what_it_started_from_and_reads_files_once_for_their_checksums(
+    successor: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stages.export import command as export
+
+    first = renamed(successor, "start", max_steps=2)
+    train(first)
+    shutil.copytree(export_folder(export, first, tmp_path), tmp_path / "start")
+    changes = {"max_steps": 6, "warm_start": str(tmp_path / "start")}
+    expected, broken = (
+        train(renamed(successor, "warm-straight", **changes)),
+        renamed(successor, "warm-broken", **changes),
+    )
+    with pytest.raises(Stopped):
+        train(broken, StoppingJob(3))
+    shutil.rmtree(tmp_path / "start")
+    read, original = [], checkpoint.crc32c
+    monkeypatch.setattr(checkpoint, "crc32c", lambda path: read.append(path.name) or original(path))
+    found = train(broken)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert read[: len(checkpoint.FILES)] == list(checkpoint.FILES)
+    assert read[len(checkpoint.FILES) :] == ["config.json", "drafter.safetensors"], "as the test itself loads them"
 
 
 @pytest.mark.parametrize("equal", [True, False])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -218,13 +219,19 @@ class Template:
 
         Raises Rejected when a token holds both.
         """
-        ends = [len(self.decode(answer[: n + 1].tolist())) for n in range(len(answer))]
-        text = self.decode(answer.tolist())
-        spans = without_thinking(text, 0, len(text), prompt)
-        starts = [0, *ends[:-1]]
-        if any(a < edge < b for a, b in zip(starts, ends, strict=True) for span in spans for edge in span):
-            raise Rejected("thinking_open", "a token holds the end of thinking and the begin of the answer")
-        return np.array([any(a <= s and e <= b for a, b in spans) for s, e in zip(starts, ends, strict=True)], bool)
+        ids = answer.tolist()
+        text = self.decode(ids)
+        counts, mask = range(len(ids) + 1), np.zeros(len(ids), bool)
+
+        def length(count: int) -> int:
+            return len(self.decode(ids[:count]))
+
+        for start, end in without_thinking(text, 0, len(text), prompt):
+            first, last = bisect_left(counts, start, key=length), bisect_right(counts, end, key=length) - 1
+            if (length(first), length(last)) != (start, end):
+                raise Rejected("thinking_open", "a token holds the end of thinking and the begin of the answer")
+            mask[first:last] = True
+        return mask
 
     def answers(self, messages: Messages, tools: Sequence[Any] = (), last: bool = False) -> list[Answer]:
         """Answers of a conversation (only the last one if `last`), each located and checked.

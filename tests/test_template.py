@@ -203,6 +203,17 @@ def test_answer_ids_are_used_as_they_are() -> None:
     assert row.supervised.sum() == 3
 
 
+def test_long_thinking_is_masked_in_few_decodings(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = Template(tokenizer_of("qwen3"))
+    counts: list[int] = []
+    decode = template.decode
+    monkeypatch.setattr(template, "decode", lambda ids: counts.append(len(ids)) or decode(ids))
+    ids = template.encode("<think>\n" + "né " * 2000 + "</think>\n\nthe end 🙂")
+    mask = template.not_thinking(np.asarray(ids, np.int32), "")
+    assert decode([token for token, kept in zip(ids, mask, strict=True) if kept]) == "\n\nthe end 🙂"
+    assert len(counts) < 60
+
+
 def test_end_of_turn_is_derived() -> None:
     for kind, end in ENDS.items():
         tokenizer = tokenizer_of(kind)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from data.conversations import Conversation, Rejected, asked
+from data.conversations import Rejected, asked, with_system
 from data.parts import Prompt
 from data.settings import Data
 from pipeline.encoding import Rendered
@@ -29,8 +29,8 @@ class Dialogue:
         self.row_id = prompt.row_id
         self.number = prompt.number
         self.settings = settings
-        self.conversation: Conversation = prompt.conversation
-        self.waiting = list(asked(prompt.conversation))
+        self.conversation = with_system(prompt.conversation, settings.system_prompt)
+        self.waiting = list(asked(self.conversation))
         self.history: list[dict[str, Any]] = []
         self.turn = -1
         self.ids: list[int] = []

@@ -334,12 +334,11 @@ def shown(row: Any, piece: Any, preparer: Any) -> Any:
     from pipeline.examples import pieces
 
     if piece is None:
-        from data.conversations import asked
+        from data.conversations import asked, with_system
 
-        return Text(
-            preparer.template.text(asked(row.conversation)[0], row.conversation.tools, prompt=True),
-            style="bright_black",
-        )
+        conversation = with_system(row.conversation, preparer.settings.system_prompt)
+        prompt = preparer.template.text(asked(conversation)[0], conversation.tools, prompt=True)
+        return Text(prompt, style="bright_black")
     text = Text()
     for part, supervised in pieces(preparer.tokenizer, piece.ids, piece.supervised):
         text.append(part, style="green" if supervised else "bright_black")

@@ -606,8 +606,10 @@ def test_show_colours_what_is_supervised(run_of: MakeRun, monkeypatch: pytest.Mo
     assert text.count("how?") == 3
     for shown in text.split("how?")[:3]:
         assert shown.rindex(grey) > shown.rfind(green)
-    path, _ = run_of(rows, {"responses": "regenerate"})
-    assert green not in prepare(path, "--show", "3")
+    path, _ = run_of(rows, {"responses": "regenerate", "system_prompt": "Be brief."})
+    text = prepare(path, "--show", "3")
+    assert green not in text
+    assert text.count("Be brief.") == 3
 
 
 def test_prompts_only_when_the_target_is_to_answer(run_of: MakeRun) -> None:
@@ -617,6 +619,17 @@ def test_prompts_only_when_the_target_is_to_answer(run_of: MakeRun) -> None:
     assert account(run)["counts"]["kept"] == 2
     assert dropped(run) == {"text": "nothing_to_answer"}
     assert not Layout.of(run).tokens(0).exists()
+
+
+@pytest.mark.parametrize("finished", [{}, {"finished": True}])
+def test_an_answers_own_end_of_turn_is_known_and_not_added_again(finished: dict[str, bool]) -> None:
+    tokenizer = tokenizer_of("gemma")  # its end of turn is none of the tokens that the tokenizer has names for
+    end = tokenizer.convert_tokens_to_ids("<end_of_turn>")
+    row = Preparer(tokenizer, Data.model_validate({"train": [{"path": "rows"}]})).row(
+        chat(response_ids=[65, 66, end], **finished)
+    )
+    assert row.pieces[0].ids[row.pieces[0].supervised].tolist() == [65, 66, end]
+    assert row.pieces[0].finished
 
 
 def test_a_bos_that_text_prints_is_not_added_again() -> None:

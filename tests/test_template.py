@@ -19,7 +19,7 @@ MORE = {"role": "user", "content": "And 3+3?"}
 LAST = {"role": "assistant", "content": "It is 6."}
 TWO_TURNS = [ASK, SAY, MORE, LAST]
 
-PLAIN = ["chatml", "llama3", "gemma", "mistral", "marked"]
+PLAIN = ["chatml", "llama3", "gemma", "mistral", "marked", "phi3"]
 ENDS = {
     "chatml": "<|im_end|>",
     "llama3": "<|eot_id|>",
@@ -28,6 +28,8 @@ ENDS = {
     "marked": "<|im_end|>",
     "qwen3": "<|im_end|>",
     "gpt-oss": "<|return|>",
+    "deepseek-r1": "<|eos|>",
+    "phi3": "<|end|>",
 }
 
 

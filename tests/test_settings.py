@@ -96,7 +96,11 @@ REFUSED = [
     ("data.train", [], "`data.train`"),
     ("data.train", [{"path": "a", "hub": "b"}], "give exactly one of `path` and `hub`"),
     ("data.train", [{"path": "a", "revision": "main"}], "`revision` is of hub data sets; leave it out beside `path`"),
-    ("data.validation", 1.5, "data.validation"),
+    ("data.validation", 1.5, "`data.validation`: Input should be less than 1, or needs a list, for example"),
+    ("data.validation", "rows.jsonl", "or needs a list, for example `[{path: rows.jsonl}]` or `[1, 2]` (got 'rows."),
+    ("data.validation", ["rows.jsonl"], "run.yaml: `data.validation.0`: needs a mapping, `key: value` lines below"),
+    ("data.validation", [{"pth": "a"}], "run.yaml: unknown key `data.validation.0.pth`; did you mean `path`?"),
+    ("extract.layers", 5, "`extract.layers`: Input should be 'auto', or needs a list, for example"),
 ]
 
 

@@ -130,7 +130,8 @@ def files_of(source: Source, cache: Path) -> Iterator[tuple[str, Iterator[Raw]]]
 
 
 def data_files(path: Path) -> list[Path]:
-    """The file itself, or the data files below a folder in the order of their names.
+    """The file itself, or the data files below a folder in the order of their names; hidden ones (copies that editors
+    and notebooks keep) are none.
 
     Raises BadInput when there is none.
     """
@@ -138,7 +139,8 @@ def data_files(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise BadInput(f"{path} does not exist: correct the path (paths are relative to where you run)")
-    files = sorted(file for file in path.rglob("*") if file.is_file() and plain_suffix(file) in SUFFIXES)
+    found = (file for file in path.rglob("*") if file.is_file() and plain_suffix(file) in SUFFIXES)
+    files = sorted(file for file in found if not any(part.startswith(".") for part in file.relative_to(path).parts))
     if not files:
         raise BadInput(f"{path}: no data files in this folder; known kinds: {', '.join(SUFFIXES)}, also .gz and .zst")
     return files

@@ -322,6 +322,9 @@ def test_folders_are_read_in_the_order_of_names(tmp_path: Path) -> None:
     (folder / "a.jsonl").write_text('{"text": "1"}\n')
     (folder / "sub" / "c.jsonl").write_text('{"text": "3"}\n')
     (folder / "README.md").write_text("no rows")
+    (folder / ".ipynb_checkpoints").mkdir()
+    for name in (".ipynb_checkpoints/a.jsonl", "._b.jsonl"):
+        (folder / name).write_text('{"text": "0"}\n')
     assert [row["text"] for row in rows_of(folder)] == ["1", "2", "3"]
     assert [row["text"] for row in rows_of(folder, limit=2)] == ["1", "2"]
 

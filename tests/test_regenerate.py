@@ -285,6 +285,7 @@ def test_the_log_forgets_cut_lines_and_other_settings(tmp_path: Path) -> None:
     with AnswerLog(path, "a") as log:
         assert log.replies == {"x": Reply((1, 2), True)}
         log.add("z", Reply((), False))
+        assert b'"z"' in path.read_bytes()  # at once: there may be no end in order
     with AnswerLog(path, "a") as log:
         assert list(log.replies) == ["x", "z"]
     with AnswerLog(path, "b") as log:

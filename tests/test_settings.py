@@ -201,6 +201,16 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
         load_run(tmp_path / "run.yaml")
 
 
+def test_every_path_may_begin_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    body = changed("root", "~/runs")
+    body["data"]["train"] = [{"path": "~/rows.jsonl"}]
+    body |= {"train": {"warm_start": "~/drafter"}, "eval": {"benchmarks": {"b": {"path": "~/b.jsonl"}}}}
+    run = load_run(write(tmp_path, body))
+    found = (run.root, run.data.train[0].path, run.train.warm_start, run.eval.benchmarks["b"].path)
+    assert found == tuple(f"/home/me/{name}" for name in ("runs", "rows.jsonl", "drafter", "b.jsonl"))
+
+
 def test_a_run_is_frozen(tmp_path: Path) -> None:
     run = load_run(write(tmp_path, SMALL))
     with pytest.raises(ValidationError):

@@ -93,6 +93,17 @@ def test_tools_reasoning_and_results_are_kept() -> None:
     assert made.messages[2]["tool_call_id"] == "c1"
 
 
+def test_reasoning_is_read_in_parts_and_never_lost() -> None:
+    def reasoned(found: Any) -> str | None:
+        made = normalise({"messages": [USER, {**ASSISTANT, "reasoning": found}]})
+        return made.messages[1].get("reasoning_content")
+
+    assert reasoned([{"type": "text", "text": "need "}, "a sum"]) == "need a sum"
+    assert reasoned(True) is reasoned([]) is reasoned("") is None
+    with pytest.raises(Rejected, match="content_not_text"):
+        reasoned({"steps": ["need a sum"]})
+
+
 def test_sharegpt_function_calls() -> None:
     turns = [
         {"from": "human", "value": "2+2"},

@@ -17,9 +17,6 @@ from data.settings import Data
 from pipeline.encoding import Rendered
 from pipeline.template import Template
 
-FINAL = "<|channel|>final<|message|>"
-"""Where gpt-oss begins what the user sees."""
-
 
 class Dialogue:
     """Call `question` and `answer` in turn until `question` gives None; then `rows` has the token rows."""
@@ -88,13 +85,8 @@ class Dialogue:
         self.ids += ids
         self.mask += supervised.tolist()
         self.text += self.template.decode(list(ids))
-        self.history.append({"role": "assistant", "content": self.visible(ids)})
+        self.history.append({"role": "assistant", "content": self.template.visible(ids)})
         self.finished = finished
-
-    def visible(self, ids: Sequence[int]) -> str:
-        """An answer as its author would send it back in the next request."""
-        text = self.template.decode(list(ids))
-        return text.rpartition(FINAL)[2].partition("<|")[0] if FINAL in text else self.template.decode(list(ids), False)
 
     def _close(self) -> None:
         """End the row that has been built, if any answer is in it."""

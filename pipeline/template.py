@@ -27,7 +27,7 @@ from data.conversations import REASONS, Rejected
 from data.errors import BadInput
 from pipeline.beginnings import beginnings, reads_in_order
 from pipeline.encoding import Draft, Encoder, Rendered, sha256, tokenizer_hash
-from pipeline.thinking import THINKING, literal_thinking, without_thinking
+from pipeline.thinking import FINAL, MARKS, THINKING, literal_thinking, without_thinking
 
 Supervise = Literal["all", "last", "none-of-thinking"]
 Messages = Sequence[Mapping[str, Any]]
@@ -175,6 +175,12 @@ class Template:
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(alone, followed, strict=False)))
         ends = [mark.end() for mark in self.special_text.finditer(alone) if mark.end() <= same]
         return alone[ends[-1] :] if ends and same < len(alone) else ""
+
+    def visible(self, ids: Sequence[int]) -> str:
+        """An answer as its author would send it back in the next request: what follows gpt-oss's analysis, and of
+        special tokens only those around thinking, which templates know by them."""
+        text = self.decode(list(ids)).rpartition(FINAL)[2]
+        return self.special_text.sub(lambda token: token[0] if token[0] in MARKS else "", text)
 
     def rows(
         self, messages: Messages, tools: Sequence[Any] = (), supervise: Supervise = "all", finished: bool = True

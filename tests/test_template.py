@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -214,6 +215,19 @@ def test_long_thinking_is_masked_in_few_decodings(monkeypatch: pytest.MonkeyPatc
     mask = template.not_thinking(np.asarray(ids, np.int32), "")
     assert decode([token for token, kept in zip(ids, mask, strict=True) if kept]) == "\n\nthe end 🙂"
     assert len(counts) < 60
+
+
+def test_an_answer_is_sent_back_without_its_thinking_or_with_marks_that_templates_know() -> None:
+    said = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>It is 4.<|return|>"
+    template = template_of("gpt-oss")
+    assert template.visible(template.encode(said)) == "It is 4."
+    tokenizer = copy.deepcopy(tokenizer_of("gemma"))
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<|channel>", "<channel|>"]})
+    template = Template(tokenizer)
+    said = "<|channel>thought\nhm\n<channel|>It is 4."
+    assert template.visible(template.encode(f"{said}<end_of_turn>")) == said
+    mask = template.not_thinking(np.asarray(template.encode(said), np.int32), "")
+    assert template.decode(np.asarray(template.encode(said))[mask].tolist()) == "It is 4."
 
 
 def test_end_of_turn_is_derived() -> None:

@@ -269,6 +269,30 @@ def test_validation_from_its_own_file(run_of: MakeRun, tmp_path: Path) -> None:
     assert {row.row_id: row.validation for row in tokens_of(run)} == {"a": False, "held": True}
 
 
+@pytest.mark.parametrize("rows", [[], [{"messages": []}], [chat(id="a")]])
+def test_validation_files_without_a_row_to_validate_with_are_refused(
+    run_of: MakeRun, tmp_path: Path, rows: list[Any]
+) -> None:
+    own = tmp_path / "own.jsonl"
+    own.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path, run = run_of([chat(id="a")], {"validation": [{"path": str(own)}], "duplicates": "drop"})
+    with pytest.raises(BadInput, match=r"own\.jsonl: not one row is left to validate with; correct data\.validation"):
+        prepare(path)
+    assert not Layout.of(run).prepared.exists()
+
+
+def test_a_file_of_which_nothing_is_used_is_named(run_of: MakeRun, tmp_path: Path) -> None:
+    odd = tmp_path / "odd.jsonl"
+    odd.write_text('{"answer": 4}\n' * 3)
+    path, run = run_of([chat(id=str(number)) for number in range(9)])
+    body = yaml.safe_load(path.read_text())
+    body["data"]["train"].append({"path": str(odd)})
+    path.write_text(yaml.safe_dump(body))
+    prepare(path)
+    log = next((Layout.of(run).logs / "prepare").glob("prepare-001.log")).read_text()
+    assert f"{odd}: not one row of 3 is usable" in log
+
+
 def test_rows_without_id_and_repeated_ids_stay_apart(run_of: MakeRun) -> None:
     same = chat("same.")
     path, run = run_of([same, same, chat("other."), chat("x.", id="a"), chat("y.", id="a")])

@@ -62,6 +62,7 @@ class AnswerLog:
     def add(self, key: str, reply: Reply) -> None:
         self.replies[key] = reply
         self._write({"key": key, "ids": reply.ids, "finished": reply.finished, "retokenised": reply.retokenised})
+        self._file.flush()  # a killed process loses none; a power cut, those since `sync`
 
     def _write(self, body: dict[str, object]) -> None:
         self._file.write(json.dumps(body, separators=(",", ":")).encode() + b"\n")

@@ -47,20 +47,35 @@ WORDS_ALIKE, LETTERS_ALIKE = 0.4, 0.6
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
     """The first problem in one line, with the nearest valid key for an unknown one, and how many more there are."""
-    problems = error.errors(include_url=False)
-    first = min(problems, key=lambda problem: problem["type"] != "extra_forbidden")
-    where = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
-        text = f"unknown key `{where}`" + _nearest(model, first["loc"])
-    elif first["type"] == "missing":
+    problems = [(_place(model, problem["loc"]), problem) for problem in error.errors(include_url=False)]
+    begin = min(problems, key=lambda found: found[1]["type"] != "extra_forbidden")[0]
+    loc = max((place for place, _ in problems if place[: len(begin)] == begin), key=len)
+    wrong = [problem for place, problem in problems if place == loc]  # several where a value may be of several kinds
+    where, kind, value = ".".join(map(str, loc)), wrong[0]["type"], wrong[0]["input"]
+    if kind == "extra_forbidden":
+        text = f"unknown key `{where}`" + _nearest(model, loc)
+    elif kind == "missing":
         text = f"`{where}` is missing"
     else:
-        message = PLAIN.get(first["type"], first["msg"].removeprefix("Value error, "))
-        value = first["input"]
-        given = "" if isinstance(value, dict | list | BaseModel) or first["type"] == "secret" else f" (got {value!r})"
-        text = (f"`{where}`: " if where else "") + message + given
-    more = len(problems) - 1
+        messages = [PLAIN.get(problem["type"], problem["msg"].removeprefix("Value error, ")) for problem in wrong]
+        given = "" if isinstance(value, dict | list | BaseModel) or kind == "secret" else f" (got {value!r})"
+        text = (f"`{where}`: " if where else "") + ", or ".join(dict.fromkeys(messages)) + given
+    more = len({place for place, _ in problems if place != loc[: len(place)]})
     return text + (f" (and {more} more)" if more else "")
+
+
+def _place(model: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """Keys and list indices of a problem's place, without the checker's names of the kinds that a value may be of."""
+    schema = model.model_json_schema(by_alias=True)
+    node: dict[str, Any] = schema
+    place: list[int | str] = []
+    for step in loc:
+        kinds = [kind for kind in node.get("anyOf", ()) if kind.get("type") != "null"]
+        node = _deref(node, schema)
+        if len(kinds) < 2:
+            place.append(step)
+            node = _step(node, step, schema)
+    return tuple(place)
 
 
 def _nearest(model: type[BaseModel], loc: tuple[int | str, ...]) -> str:

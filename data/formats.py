@@ -126,7 +126,7 @@ def before_answer(record: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def from_messages(record: Mapping[str, Any], found: Sequence[Any]) -> Conversation:
     turns = [message(raw) for raw in found]
-    system = record.get("system")
+    system = pick(record, SYSTEMS)
     if isinstance(system, str) and system and (not turns or turns[0]["role"] != "system"):
         turns.insert(0, {"role": "system", "content": system})
     check_turns(turns)
@@ -224,6 +224,7 @@ def pick(record: Mapping[str, Any], keys: Sequence[str]) -> Any:
 
 
 TOKEN_IDS = ("token_ids", "input_ids")
+SYSTEMS = ("system", "system_prompt")
 CONVERSATIONS = ("conversations", "conversation")
 MASKS = ("supervised", "loss_mask", "assistant_masks", "assistant_mask")
 PROMPTS = ("prompt", "question", "query", "problem")

@@ -60,12 +60,13 @@ def message(raw: Any) -> Message:
     if raw.get("role", raw.get("from")) == CALL:
         raw = {"role": "assistant", "tool_calls": [decoded(raw.get("value"))]}
     calls = tool_calls(raw)
-    reasoning = next((raw[key] for key in ("reasoning_content", "reasoning", "thinking") if raw.get(key)), None)
+    thoughts = (raw.get(key) for key in ("reasoning_content", "reasoning", "thinking"))
+    reasoning = text_of(next((found for found in thoughts if found and not isinstance(found, bool | int)), ""))
     content = text_of(raw.get("content", raw.get("value")), optional=bool(calls) or bool(reasoning))
     if not content.strip() and not calls and not reasoning and role not in ("system", "developer"):
         raise Rejected("empty_answer" if role == "assistant" else "empty_content", role)
     turn: Message = {"role": role, "content": content}
-    if isinstance(reasoning, str):
+    if reasoning:
         turn["reasoning_content"] = reasoning
     if calls:
         turn["tool_calls"] = calls

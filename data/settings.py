@@ -1,11 +1,13 @@
 """The run file: one YAML file, typed and frozen, that every stage of a run reads.
 
 Nothing here imports torch, so that the Snakefile and `--help` stay quick. Every field carries its unit and effect in
-the string below it. Paths are relative to the folder that the command is run in. `load_run` is the only way in.
+the string below it. Paths are relative to the folder that the command is run in, and may begin with `~`. `load_run` is
+the only way in.
 """
 
 from __future__ import annotations
 
+from os.path import expanduser
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -33,6 +35,7 @@ FORMAT = 1
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[int, Field(gt=0)]
+Place = Annotated[str, AfterValidator(expanduser)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
@@ -92,7 +95,7 @@ class Target(Section):
 class Source(Section):
     """One file, folder or hub data set of conversations."""
 
-    path: str | None = None
+    path: Place | None = None
     """File or folder on this machine. Give this or `hub`."""
     hub: str | None = None
     """Hub data set id."""
@@ -340,7 +343,7 @@ class Train(Section):
     """Threads that fill batches."""
     loggers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
     """Where curves go besides metrics.jsonl; `tensorboard` is left out when it is not installed."""
-    warm_start: str | None = None
+    warm_start: Place | None = None
     """Folder of an exported or released DFlash checkpoint to start from."""
 
 
@@ -403,7 +406,7 @@ class Drafter(Section):
 class Benchmark(Section):
     """One set of prompts for evaluation."""
 
-    path: str | None = None
+    path: Place | None = None
     """File or folder of conversations, of every format and kind that `data.train` reads. A last answer is left out and
     may be anything; of a list of `turns` each text is answered."""
     preset: str | None = None
@@ -483,7 +486,7 @@ class Run(Section):
 
     name: Name
     """Artefacts go to `<root>/<name>`."""
-    root: str = "runs"
+    root: Place = "runs"
     """Folder of all runs; may lie on another disk."""
     target: Target
     """The model that drafts are made for."""

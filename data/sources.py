@@ -8,15 +8,17 @@ from __future__ import annotations
 import codecs
 import csv
 import gzip
-import importlib
 import io
 import json
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
+
+import pyarrow as pa
 
 from data import hub
 from data.conversations import Rejected
@@ -33,6 +35,8 @@ ROWS_PER_BATCH = 128
 """Rows of a Parquet file that are decoded together."""
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv", ".txt")
 BLOCK = 1 << 20
+BETWEEN = re.compile(r"\s*,?\s*")
+"""What stands between two elements of a JSON array."""
 
 Raw = bytes | dict[str, Any]
 
@@ -115,7 +119,7 @@ def decode(row: Raw) -> Any:
 def files_of(source: Source, cache: Path) -> Iterator[tuple[str, Iterator[Raw]]]:
     """Names and rows of the files of a source. A blank line is an empty row: rows keep their lines' numbers."""
     if source.hub is not None:
-        yield label(source), hub.hub_rows(source, cache)
+        yield label(source), map(without_nulls, hub.hub_rows(source, cache))
         return
     path = Path(source.path or "")
     if is_saved_dataset(path):
@@ -126,7 +130,8 @@ def files_of(source: Source, cache: Path) -> Iterator[tuple[str, Iterator[Raw]]]
 
 
 def data_files(path: Path) -> list[Path]:
-    """The file itself, or the data files below a folder in the order of their names.
+    """The file itself, or the data files below a folder in the order of their names; hidden ones (copies that editors
+    and notebooks keep) are none.
 
     Raises BadInput when there is none.
     """
@@ -134,7 +139,8 @@ def data_files(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise BadInput(f"{path} does not exist: correct the path (paths are relative to where you run)")
-    files = sorted(file for file in path.rglob("*") if file.is_file() and plain_suffix(file) in SUFFIXES)
+    found = (file for file in path.rglob("*") if file.is_file() and plain_suffix(file) in SUFFIXES)
+    files = sorted(file for file in found if not any(part.startswith(".") for part in file.relative_to(path).parts))
     if not files:
         raise BadInput(f"{path}: no data files in this folder; known kinds: {', '.join(SUFFIXES)}, also .gz and .zst")
     return files
@@ -188,16 +194,8 @@ def decompressed(path: Path) -> BinaryIO:
     if suffix == ".gz":
         return gzip.open(path, "rb")  # type: ignore[return-value]
     if suffix == ".zst":
-        return zstd_open(path)
+        return pa.input_stream(str(path), compression="zstd")  # tells a cut file from a whole one
     return path.open("rb")
-
-
-def zstd_open(path: Path) -> BinaryIO:
-    try:
-        zstandard = importlib.import_module("zstandard")
-    except ImportError:
-        raise BadInput(f"{path}: .zst files need the extra: pip install -e '.[zstd]'") from None
-    return io.BufferedReader(zstandard.open(path, "rb"), BLOCK)
 
 
 def line_rows(path: Path) -> Iterator[bytes]:
@@ -256,23 +254,24 @@ def array_rows(path: Path) -> Iterator[Raw]:
     """Elements of one big JSON array, decoded one by one so that memory stays flat."""
     decoder = json.JSONDecoder()
     with io.TextIOWrapper(opened(path), encoding="utf-8-sig") as file:
-        text = file.read(BLOCK).lstrip()[1:]
+        text = file.read(BLOCK)
+        at = text.index("[") + 1
         while True:
-            text = text.lstrip().removeprefix(",").lstrip()
-            if text.startswith("]"):
-                if text[1:].strip() or any(more.strip() for more in iter(lambda: file.read(BLOCK), "")):
+            at = BETWEEN.match(text, at).end()  # type: ignore[union-attr]
+            if text.startswith("]", at):
+                if text[at + 1 :].strip() or any(more.strip() for more in iter(lambda: file.read(BLOCK), "")):
                     raise BadInput(f"{path}: more follows the JSON array: name the file .jsonl if a line is a row")
                 return
             try:
-                value, end = decoder.raw_decode(text)
+                value, end = decoder.raw_decode(text, at)
                 complete = end < len(text)
             except ValueError as error:
-                complete, value, end, problem = False, None, 0, error
+                complete, value, end, problem = False, None, at, error
             if complete:
                 yield value if isinstance(value, dict) else json.dumps(value).encode()
-                text = text[end:]
-            elif more := file.read(max(BLOCK, len(text))):
-                text += more
+                at = end
+            elif more := file.read(max(BLOCK, len(text) - at)):
+                text, at = text[at:] + more, 0
             else:
                 raise BadInput(f"{path}: the JSON array is cut or broken ({problem}): repair or replace the file")
 
@@ -305,7 +304,6 @@ def is_row(body: dict[str, Any]) -> bool:
 
 
 def parquet_rows(path: Path) -> Iterator[Raw]:
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
     if path.suffix.lower() != ".parquet":
@@ -313,9 +311,19 @@ def parquet_rows(path: Path) -> Iterator[Raw]:
     try:
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches(ROWS_PER_BATCH):
-                yield from batch.to_pylist()
+                yield from map(without_nulls, batch.to_pylist())
     except pa.ArrowException as error:
         raise BadInput(f"{path}: not a readable Parquet file ({error}): repair or replace it") from None
+
+
+def without_nulls(value: Any) -> Any:
+    """A table's row without the fields that are null: a column of structs has every field of every row, and a tool
+    would be asked for with the arguments of all others."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list) and any(isinstance(item, dict | list) for item in value[:1]):
+        return list(map(without_nulls, value))
+    return value
 
 
 def csv_rows(path: Path) -> Iterator[Raw]:
@@ -335,12 +343,15 @@ def is_saved_dataset(path: Path) -> bool:
 def saved_rows(path: Path, split: str) -> Iterator[Raw]:
     from datasets import DatasetDict, load_from_disk
 
-    data = load_from_disk(str(path))
+    try:
+        data = load_from_disk(str(path))
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{path}: not a readable saved data set ({error}): repair or replace it") from None
     if isinstance(data, DatasetDict):
         if split not in data:
             raise BadInput(f"{path}: no split `{split}`; it has: {', '.join(data)}: set its `split`")
         data = data[split]
-    yield from data
+    yield from map(without_nulls, data.with_format(None))  # not the tensors, nor the columns alone, of a trainer
 
 
 def source_record(source: Source, commits: Mapping[str, str]) -> dict[str, Any]:

@@ -11,14 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from data.conversations import Conversation, Rejected, asked
+from data.conversations import Rejected, asked, with_system
 from data.parts import Prompt
 from data.settings import Data
 from pipeline.encoding import Rendered
 from pipeline.template import Template
-
-FINAL = "<|channel|>final<|message|>"
-"""Where gpt-oss begins what the user sees."""
 
 
 class Dialogue:
@@ -29,8 +26,8 @@ class Dialogue:
         self.row_id = prompt.row_id
         self.number = prompt.number
         self.settings = settings
-        self.conversation: Conversation = prompt.conversation
-        self.waiting = list(asked(prompt.conversation))
+        self.conversation = with_system(prompt.conversation, settings.system_prompt)
+        self.waiting = list(asked(self.conversation))
         self.history: list[dict[str, Any]] = []
         self.turn = -1
         self.ids: list[int] = []
@@ -88,13 +85,8 @@ class Dialogue:
         self.ids += ids
         self.mask += supervised.tolist()
         self.text += self.template.decode(list(ids))
-        self.history.append({"role": "assistant", "content": self.visible(ids)})
+        self.history.append({"role": "assistant", "content": self.template.visible(ids)})
         self.finished = finished
-
-    def visible(self, ids: Sequence[int]) -> str:
-        """An answer as its author would send it back in the next request."""
-        text = self.template.decode(list(ids))
-        return text.rpartition(FINAL)[2].partition("<|")[0] if FINAL in text else self.template.decode(list(ids), False)
 
     def _close(self) -> None:
         """End the row that has been built, if any answer is in it."""

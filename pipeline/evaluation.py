@@ -214,8 +214,8 @@ class Evaluation:
                 engine = self._engine(None, self.settings.batch_size)
                 plain = self._time(engine, prompts, f"{benchmark}: plain, turn {turn + 1} of {talk.turns}")
                 for prompt, group in zip(prompts, groups, strict=True):
-                    text = self.target.tokenizer.decode(plain.answers[prompt.id].ids, skip_special_tokens=True)
-                    talk.reply(group, text)
+                    template = template_of(self.target.tokenizer, talk.arguments)
+                    talk.reply(group, template.visible(plain.answers[prompt.id].ids))
                 waves.append(Wave(prompts, groups, plain))
             self._waves[benchmark] = waves
         return self._waves[benchmark]

@@ -16,7 +16,7 @@ from data.formats import detect, normalise, row_id
 from data.settings import Data
 from data.sources import Chunk, decode
 from pipeline.contamination import benchmarks_in
-from pipeline.encoding import Draft, Rendered
+from pipeline.encoding import Draft, Encoder, Rendered
 from pipeline.template import Template, template_of
 
 
@@ -210,11 +210,11 @@ class Preparer:
 
     def ends(self, ids: np.ndarray) -> bool:
         """Whether ids end in a token that can end a turn."""
-        return bool(len(ids)) and int(ids[-1]) in self.template_specials
+        return bool(len(ids)) and int(ids[-1]) in self.specials
 
     @cached_property
-    def template_specials(self) -> frozenset[int]:
-        return frozenset(self.tokenizer.all_special_ids)
+    def specials(self) -> frozenset[int]:
+        return frozenset(Encoder(self.tokenizer).specials)
 
     def fitted(self, row: Rendered | Rejected) -> Rendered:
         """The row cut at `max_length`.

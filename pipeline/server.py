@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import threading
 import urllib.error
 import urllib.request
@@ -117,8 +118,7 @@ class Connection:
                 with urllib.request.urlopen(request, timeout=timeout or self.server.timeout) as reply:
                     return read(reply.read())
             except urllib.error.HTTPError as error:
-                with error:
-                    said = self._told(error.read().decode(errors="replace"))
+                said = self._told(body_of(error))
                 if error.code < 500 and error.code not in (408, 409, 425, 429):
                     raise Refused(error.code, said) from None
                 why = f"HTTP {error.code} {said}"
@@ -134,6 +134,15 @@ class Connection:
         if self.key is not None:
             text = text.replace(self.key, f"[{KEY}]")
         return " ".join(text.split())[:200]
+
+
+def body_of(error: urllib.error.HTTPError) -> str:
+    """What came with an error, nothing when the connection broke before its end."""
+    try:
+        with error:
+            return error.read().decode(errors="replace")
+    except (OSError, HTTPException):
+        return ""
 
 
 def api_key() -> str | None:
@@ -156,12 +165,13 @@ def is_answer(reply: Any) -> bool:
 
 def token_ids(choice: dict[str, Any]) -> list[int] | None:
     """Ids of a reply, wherever this kind of server puts them; None when it gives only text."""
-    if isinstance(choice.get("token_ids"), list):
-        return [int(token) for token in choice["token_ids"]]
-    names = (choice.get("logprobs") or {}).get("tokens") or []
-    if names and all(str(name).startswith("token_id:") for name in names):
-        return [int(name.partition(":")[2]) for name in names]
-    return None
+    ids = choice.get("token_ids")
+    if isinstance(ids, list) and all(type(number) is int and number >= 0 for number in ids):
+        return ids
+    logprobs = choice.get("logprobs")
+    names = logprobs.get("tokens") if isinstance(logprobs, dict) else None
+    found = [re.fullmatch(r"token_id:(\d+)", str(name)) for name in names or ()]
+    return [int(match[1]) for match in found if match] if found and all(found) else None
 
 
 def retry_after(header: str | None) -> float:

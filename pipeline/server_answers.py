@@ -6,10 +6,11 @@ encoded, and counted as such: for some answers that gives other ids.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import islice
+from queue import Empty, SimpleQueue
 
 from data.answers import Reply
 from data.errors import Failure
@@ -18,6 +19,8 @@ from pipeline.server import Connection, Refused, token_ids
 
 REFUSALS_TO_STOP = 20
 """Failures in a row, without a success between, after which the server counts as broken."""
+LISTEN = 0.5
+"""Seconds between two looks for a signal while the server says nothing."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,8 @@ class Question:
 
 class AnsweringServer(Connection):
     """A server that answers for the target. `encode` turns text into ids where the server gives none; `ends` are ids
-    that end a turn, `end` the one that is put where the server leaves it out; `vocabulary`: ids that the target knows.
+    that can end a turn, `end` the one that is put where the server leaves it out; `vocabulary`: ids that the target
+    knows.
     """
 
     def __init__(
@@ -47,38 +51,51 @@ class AnsweringServer(Connection):
         super().__init__(server, "data.regenerate.server.model")
         self.plan, self.encode, self.ends, self.end, self.vocabulary = plan, encode, frozenset(ends), end, vocabulary
 
-    def answers(self, questions: Iterable[Question]) -> Iterator[tuple[str, Reply | str]]:
+    def answers(
+        self, questions: Iterable[Question], check_stop: Callable[[], None]
+    ) -> Iterator[tuple[str, Reply | str]]:
         """Replies, or why there is none, in the order of their arrival; `concurrency` requests are under way.
 
+        `check_stop` is called at least every `LISTEN` seconds and may raise: what is under way then is let go.
         Raises Failure when the server has stopped working.
         """
         self.stopping.clear()
-        waiting, failures = iter(questions), 0
-        with ThreadPoolExecutor(self.server.concurrency) as pool:
-            running = {self._submit(pool, question) for question in islice(waiting, 2 * self.server.concurrency)}
-            try:
-                while running:
-                    done, running = wait(running, return_when=FIRST_COMPLETED)
-                    running |= {self._submit(pool, question) for question in islice(waiting, len(done))}
-                    for future in done:
-                        key, result = future.result()
-                        failures = failures + 1 if isinstance(result, str) else 0
-                        yield key, result
-                    if failures >= REFUSALS_TO_STOP:
-                        raise Failure(f"{self.base}: {failures} requests in a row failed, last: {result}; is it up?")
-            finally:
-                self.stopping.set()
-                for future in running:
-                    future.cancel()
-
-    def _submit(self, pool: ThreadPoolExecutor, question: Question) -> Future[tuple[str, Reply | str]]:
-        return pool.submit(self._ask, question)
-
-    def _ask(self, question: Question) -> tuple[str, Reply | str]:
+        waiting, failures, under_way = iter(questions), 0, 0
+        asked: SimpleQueue[Question | None] = SimpleQueue()
+        replies: SimpleQueue[tuple[str, Reply | Exception]] = SimpleQueue()
+        for _ in range(self.server.concurrency):  # daemons: no process waits at its end for a server that says nothing
+            threading.Thread(target=self._serve, args=(asked, replies), daemon=True).start()
         try:
-            return question.key, self.reply(question)
-        except (Refused, Failure) as error:
-            return question.key, str(error)
+            while True:
+                for question in islice(waiting, 2 * self.server.concurrency - under_way):
+                    asked.put(question)
+                    under_way += 1
+                if not under_way:
+                    return
+                check_stop()
+                try:
+                    key, result = replies.get(timeout=LISTEN)
+                except Empty:
+                    continue
+                under_way -= 1
+                if not isinstance(result, Reply | Refused | Failure):
+                    raise result
+                failures = 0 if isinstance(result, Reply) else failures + 1
+                yield key, result if isinstance(result, Reply) else str(result)
+                if failures >= REFUSALS_TO_STOP:
+                    raise Failure(f"{self.base}: {failures} requests in a row failed, last: {result}; is it up?")
+        finally:
+            self.stopping.set()
+            for _ in range(self.server.concurrency):
+                asked.put(None)
+
+    def _serve(self, asked: SimpleQueue[Question | None], replies: SimpleQueue[tuple[str, Reply | Exception]]) -> None:
+        """One of the threads that ask, until there is nothing more to ask."""
+        while (question := asked.get()) is not None and not self.stopping.is_set():
+            try:
+                replies.put((question.key, self.reply(question)))
+            except Exception as error:  # raised again where replies are read
+                replies.put((question.key, error))
 
     def reply(self, question: Question) -> Reply:
         """One answer.

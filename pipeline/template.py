@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from typing import Any, Literal
 
 import numpy as np
@@ -21,11 +23,11 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
-from data.conversations import Rejected
+from data.conversations import REASONS, Rejected
 from data.errors import BadInput
 from pipeline.beginnings import beginnings, reads_in_order
 from pipeline.encoding import Draft, Encoder, Rendered, sha256, tokenizer_hash
-from pipeline.thinking import THINKING, literal_thinking, without_thinking
+from pipeline.thinking import FINAL, MARKS, THINKING, literal_thinking, without_thinking
 
 Supervise = Literal["all", "last", "none-of-thinking"]
 Messages = Sequence[Mapping[str, Any]]
@@ -35,6 +37,8 @@ OURS = {"tools", "documents", "chat_template", "add_generation_prompt", "continu
         "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
         "sanitize_control_tokens", "conversation", "messages"}  # fmt: skip
 """Names that `template_arguments` may not use."""
+PROBE = "zyx"
+"""An answer that no template prints by itself."""
 
 
 @dataclass(frozen=True)
@@ -141,12 +145,42 @@ class Template:
 
         Raises BadInput when the template does not end answers with a special token.
         """
-        probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         try:
-            answer = self.answers(probe)[-1]
+            after = self._after_answer(prompt=False)
+            body, end = self._end_of_turn(after, 0, len(after) - len(self.closing))
         except Rejected as error:
-            raise BadInput(f"chat template of {self.tokenizer.name_or_path}: {error}") from None
-        return self.encode(answer.text[answer.body : answer.end])[-1]
+            raise BadInput(
+                f"chat template of {self.tokenizer.name_or_path}: {REASONS[error.reason]}: {error}"
+            ) from None
+        return self.encode(after[body:end])[-1]
+
+    def _after_answer(self, prompt: bool) -> str:
+        """What stands behind an answer, with the generation prompt if `prompt`.
+
+        Raises Rejected.
+        """
+        text = self.text([{"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}], prompt=prompt)
+        if PROBE not in text:
+            raise Rejected("answer_not_rendered", repr(text[-60:]))
+        return text.rpartition(PROBE)[2]
+
+    @cached_property
+    def closing(self) -> str:
+        """What the template puts behind the end of turn where a conversation ends and nowhere else: no target says it
+        (Phi's `<|endoftext|>` after `<|end|>`)."""
+        try:
+            alone, followed = self._after_answer(prompt=False), self._after_answer(prompt=True)
+        except Rejected:
+            return ""
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(alone, followed, strict=False)))
+        ends = [mark.end() for mark in self.special_text.finditer(alone) if mark.end() <= same]
+        return alone[ends[-1] :] if ends and same < len(alone) else ""
+
+    def visible(self, ids: Sequence[int]) -> str:
+        """An answer as its author would send it back in the next request: what follows gpt-oss's analysis, and of
+        special tokens only those around thinking, which templates know by them."""
+        text = self.decode(list(ids)).rpartition(FINAL)[2]
+        return self.special_text.sub(lambda token: token[0] if token[0] in MARKS else "", text)
 
     def rows(
         self, messages: Messages, tools: Sequence[Any] = (), supervise: Supervise = "all", finished: bool = True
@@ -218,13 +252,19 @@ class Template:
 
         Raises Rejected when a token holds both.
         """
-        ends = [len(self.decode(answer[: n + 1].tolist())) for n in range(len(answer))]
-        text = self.decode(answer.tolist())
-        spans = without_thinking(text, 0, len(text), prompt)
-        starts = [0, *ends[:-1]]
-        if any(a < edge < b for a, b in zip(starts, ends, strict=True) for span in spans for edge in span):
-            raise Rejected("thinking_open", "a token holds the end of thinking and the begin of the answer")
-        return np.array([any(a <= s and e <= b for a, b in spans) for s, e in zip(starts, ends, strict=True)], bool)
+        ids = answer.tolist()
+        text = self.decode(ids)
+        counts, mask = range(len(ids) + 1), np.zeros(len(ids), bool)
+
+        def length(count: int) -> int:
+            return len(self.decode(ids[:count]))
+
+        for start, end in without_thinking(text, 0, len(text), prompt):
+            first, last = bisect_left(counts, start, key=length), bisect_right(counts, end, key=length) - 1
+            if (length(first), length(last)) != (start, end):
+                raise Rejected("thinking_open", "a token holds the end of thinking and the begin of the answer")
+            mask[first:last] = True
+        return mask
 
     def answers(self, messages: Messages, tools: Sequence[Any] = (), last: bool = False) -> list[Answer]:
         """Answers of a conversation (only the last one if `last`), each located and checked.
@@ -239,7 +279,10 @@ class Template:
         else:
             texts = self.texts(messages[: places[-1] + 1], tools)
             numbered = list(enumerate(places))[-1 if last else 0 :]
-            found = [self._located(messages[i], texts(i, True), texts(i + 1, False), number) for number, i in numbered]
+            found = [
+                self._located(messages[i], texts(i, True), texts(i + 1, False).removesuffix(self.closing), number)
+                for number, i in numbered
+            ]
         require_rendered(messages[: places[-1]], found[-1].text)
         return found[-1:] if last else found
 

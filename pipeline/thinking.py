@@ -9,9 +9,14 @@ THINKING = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
     ("<seed:think>", "</seed:think>"),
+    ("<|channel>", "<channel|>"),
     ("<|channel|>analysis<|message|>", "<|end|>"),
 )
 """What opens and closes it, by family."""
+MARKS = frozenset(mark for pair in THINKING for mark in pair) - {"<|end|>"}
+"""Those that stand for thinking alone."""
+FINAL = "<|channel|>final<|message|>"
+"""Where gpt-oss begins what the user sees."""
 
 
 def literal_thinking(message: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from data.settings import Run, load_run
 
 if TYPE_CHECKING:
     from pipeline.forecast import Amounts, Model
+    from pipeline.preparer import Kept, Preparer
 
 SAMPLE = 256
 """Rows that are rendered to guess lengths when nothing is prepared."""
@@ -82,63 +84,77 @@ def amounts_of(run: Run) -> Amounts:
         for path in parts:
             read_manifest(path, "tokens")
         tables = (read_tokens(path.with_suffix(".parquet")) for path in parts)
-        return count(run, ((len(row.token_ids), row.supervised) for table in tables for row in table), None)
-    return count(run, *guessed_rows(run))
+        return count(run, ((row.supervised, 1.0) for table in tables for row in table), from_tokens=True)
+    return count(run, guessed_rows(run), from_tokens=False)
 
 
-def guessed_rows(run: Run) -> tuple[Iterator[tuple[int, Any]], int]:
-    """Lengths and masks of a sample of rows, and how many rows there are, every answer to be given a row."""
-    import numpy as np
-
+def guessed_rows(run: Run) -> Iterator[tuple[Any, float]]:
+    """Masks of token rows from the first rows of each source, and how many rows of the whole each stands for. Rows that
+    prepare will drop stand for their like."""
     from data.conversations import Rejected
     from data.sources import chunks, decode
-    from pipeline.forecast import ANSWER_SHARE
     from pipeline.workers import start
 
     preparer = start(run, {})
-    total = 0
-    sample: list[tuple[int, Any]] = []
-    for chunk in chunks(run.data.train, Layout.of(run).folder.parent / ".datasets"):
-        total += len(chunk.rows)
-        for raw in chunk.rows[: SAMPLE - len(sample)]:
+    held_out = run.data.validation
+    sources = (*run.data.train, *(held_out if isinstance(held_out, tuple) else ()))
+    total: Counter[int] = Counter()
+    looked: Counter[int] = Counter()
+    sample: list[tuple[Any, int]] = []
+    for chunk in chunks(sources, Layout.of(run).folder.parent / ".datasets"):
+        at = chunk.source
+        total[at] += len(chunk.rows)
+        for raw in chunk.rows[: max(1, SAMPLE // len(sources)) - looked[at]]:
+            looked[at] += 1
             try:
-                row = preparer.row(decode(raw), run.data.train[chunk.source].format)
+                row = preparer.row(decode(raw), sources[at].format)
             except Rejected:
                 continue
-            if run.data.responses == "regenerate":
-                answer = round(ANSWER_SHARE * run.data.regenerate.max_new_tokens)
-                length = min(row.prompt_tokens + answer, run.data.max_length)
-                sample.append((length, np.arange(length) >= row.prompt_tokens))
-            else:
-                sample += [(len(piece.ids), piece.supervised) for piece in row.pieces]
-    return iter(sample), total * (run.data.regenerate.answers if run.data.responses == "regenerate" else 1)
+            regenerated = run.data.responses == "regenerate"
+            masks = [answered(row, preparer)] if regenerated else [piece.supervised for piece in row.pieces]
+            sample += [(mask, at) for mask in masks]
+    answers = run.data.regenerate.answers if run.data.responses == "regenerate" else 1
+    return ((mask, answers * total[at] / looked[at]) for mask, at in sample)
 
 
-def count(run: Run, rows: Iterator[tuple[int, Any]], total: int | None) -> Amounts:
-    """Sums over `rows` of (length, supervised mask), scaled up to `total` rows when they are a sample."""
+def answered(row: Kept, preparer: Preparer) -> Any:
+    """The mask that a row will have once all its questions are answered, at the length that answers are assumed to
+    have."""
+    import numpy as np
+
+    from data.conversations import asked
+    from pipeline.forecast import ANSWER_SHARE
+
+    answer = round(ANSWER_SHARE * preparer.settings.regenerate.max_new_tokens)
+    later = (sum(len(preparer.plain(turn["content"])) for turn in turns) for turns in asked(row.conversation)[1:])
+    turns = [np.repeat([False, True], [asking, answer]) for asking in (row.prompt_tokens, *later)]
+    return np.concatenate(turns)[: preparer.settings.max_length]
+
+
+def count(run: Run, rows: Iterator[tuple[Any, float]], from_tokens: bool) -> Amounts:
+    """Sums over `rows` of (supervised mask, how many rows it stands for)."""
     from data.anchors import eligible
     from data.errors import BadInput
     from pipeline.forecast import Amounts
 
-    seen = tokens = states = anchors = supervised = longest = most_states = most_anchors = 0
+    seen = tokens = states = anchors = supervised = 0.0
+    longest = most_states = most_anchors = 0
     most = max(run.train_of(name).anchors_per_row for name in run.drafters)
-    for length, mask in rows:
+    for mask, weight in rows:
         found = eligible(mask)
-        seen += 1
-        tokens += length
-        longest = max(longest, length)
-        supervised += int(mask.sum())
-        most_states = max(most_states, int(found[-1]) if len(found) else 0)
+        end = int(found[-1]) if len(found) else 0
+        seen += weight
+        tokens += weight * len(mask)
+        supervised += weight * int(mask.sum())
+        states += weight * end
+        anchors += weight * min(most, len(found))
+        longest = max(longest, len(mask))
+        most_states = max(most_states, end)
         most_anchors = max(most_anchors, len(found))
-        states += int(found[-1]) if len(found) else 0
-        anchors += min(most, len(found))
     if not seen:
         raise BadInput("data.train: no usable row to plan with; run `draftmill prepare` to see why")
-    scale = 1.0 if total is None else total / seen
-    scaled = [round(scale * value) for value in (seen, tokens, states, anchors, supervised)]
-    return Amounts(
-        *scaled, longest=longest, from_tokens=total is None, most_states=most_states, most_anchors=most_anchors
-    )
+    sums = map(round, (seen, tokens, states, anchors, supervised))
+    return Amounts(*sums, longest=longest, from_tokens=from_tokens, most_states=most_states, most_anchors=most_anchors)
 
 
 def lines(run: Run, model: Model, amounts: Amounts, gpu_memory: list[int]) -> Iterator[str]:

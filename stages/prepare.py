@@ -114,9 +114,12 @@ class Preparation:
         shutil.rmtree(self.spills, ignore_errors=True)
 
     @property
+    def held_out(self) -> tuple[Source, ...]:
+        return () if isinstance(self.run.data.validation, float) else self.run.data.validation
+
+    @property
     def sources(self) -> tuple[Source, ...]:
-        held_out = self.run.data.validation
-        return self.run.data.train + (held_out if isinstance(held_out, tuple) else ())
+        return self.run.data.train + self.held_out
 
     def current(self, part: int) -> bool:
         """Whether a part's manifests are there and made from what this run says."""
@@ -247,11 +250,9 @@ class Preparation:
         """List dropped rows, and refuse to go on when nothing or too little is left."""
         from data.parts import dropped_rows
         from data.sources import label
-        from data.spill import read_spill
         from pipeline.console import say
 
         reasons: Counter[str] = Counter()
-        formats: Counter[tuple[str, str]] = Counter()
         listed = self.folder / "dropped.jsonl"
         temporary = listed.with_name(f".{listed.name}.tmp")
         with temporary.open("w", encoding="ascii") as file:
@@ -260,13 +261,7 @@ class Preparation:
                 file.write(f"{json.dumps(row, sort_keys=True)}\n")
         os.replace(temporary, listed)
         kept = sum(int((chunk.part >= 0).sum()) for chunk in placed.chunks)
-        for path in paths:
-            report = read_spill(path)[1]
-            self.rows_read += report["rows"]
-            self.formats.update(report["formats"])
-            formats.update({(report["name"], name): count for name, count in report["formats"].items()})
-        for (name, form), count in formats.items():
-            say(f"{name}: {count} rows of format {form}")
+        self.count_files(paths)
         dropped, limit = sum(reasons.values()), self.run.data.max_dropped
         why = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common(4))
         if not kept and set(reasons) == {"too_long"}:
@@ -277,6 +272,10 @@ class Preparation:
             raise BadInput(
                 f"{label(self.sources[0])}: not one row of {dropped} is usable: {why}; each is listed in {listed}"
             )
+        if self.held_out and not any((chunk.held_out & (chunk.part >= 0)).any() for chunk in placed.chunks):
+            raise BadInput(
+                f"{', '.join(map(label, self.held_out))}: not one row is left to validate with; correct data.validation"
+            )
         if dropped > limit * (kept + dropped):
             raise Failure(
                 f"{dropped} of {kept + dropped} rows dropped, more than data.max_dropped {limit:g}: {why}; "
@@ -284,6 +283,24 @@ class Preparation:
             )
         if dropped:
             say(f"{dropped} dropped rows are listed in {listed}")
+
+    def count_files(self, paths: list[Path]) -> None:
+        """Count rows read and formats found, and say what is in each file."""
+        from data.spill import read_spill
+        from pipeline.console import say
+
+        read: Counter[str] = Counter()
+        formats: Counter[tuple[str, str]] = Counter()
+        for path in paths:
+            report = read_spill(path)[1]
+            read[report["name"]] += report["rows"]
+            self.formats.update(report["formats"])
+            formats.update({(report["name"], name): count for name, count in report["formats"].items()})
+        self.rows_read += read.total()
+        for (name, form), count in formats.items():
+            say(f"{name}: {count} rows of format {form}")
+        for name in read.keys() - {name for name, _ in formats}:
+            say(f"{name}: not one row of {read[name]} is usable")
 
 
 def made_from(manifest: Path) -> str | None:
@@ -334,12 +351,11 @@ def shown(row: Any, piece: Any, preparer: Any) -> Any:
     from pipeline.examples import pieces
 
     if piece is None:
-        from data.conversations import asked
+        from data.conversations import asked, with_system
 
-        return Text(
-            preparer.template.text(asked(row.conversation)[0], row.conversation.tools, prompt=True),
-            style="bright_black",
-        )
+        conversation = with_system(row.conversation, preparer.settings.system_prompt)
+        prompt = preparer.template.text(asked(conversation)[0], conversation.tools, prompt=True)
+        return Text(prompt, style="bright_black")
     text = Text()
     for part, supervised in pieces(preparer.tokenizer, piece.ids, piece.supervised):
         text.append(part, style="green" if supervised else "bright_black")

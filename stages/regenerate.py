@@ -324,13 +324,14 @@ def server_answers(run: Run, work: Job) -> tuple[Answerer, Any]:
     tokenizer = load_tokenizer(run)
     template = template_of(tokenizer, run.data.template_arguments)
     end = template.end_of_turn()
-    ends = {end, tokenizer.eos_token_id} - {None}
     plan = run.data.regenerate
     assert plan.server is not None
-    client = AnsweringServer(plan.server, plan, template.encode, sorted(ends), end, len(tokenizer))
+    ends = template.encoder.specials  # a checkpoint may name more than its template prints
+    client = AnsweringServer(plan.server, plan, template.encode, tuple(ends), end, len(tokenizer))
 
     def answer(open_: dict[str, Dialogue], known: dict[str, Reply]) -> Iterator[tuple[str, Reply | str]]:
         asked = ((key, each) for key, each in open_.items() if key not in known)
-        return client.answers(Question(key, each.ids, each.room(), plan.seed + each.number) for key, each in asked)
+        questions = (Question(key, each.ids, each.room(), plan.seed + each.number) for key, each in asked)
+        return client.answers(questions, work.check_stop)
 
     return answer, tokenizer

@@ -79,6 +79,10 @@ DEEPSEEK_R1 = (
     "{% elif m.role == 'assistant' %}{{ '<|Assistant|>' + m.content.split('</think>')[-1] + eos_token }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|Assistant|><think>\n' }}{% endif %}"
 )
+PHI3 = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
+)
 ENDLESS = (
     "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
     "{{ 'assistant: ' if add_generation_prompt }}"
@@ -109,6 +113,7 @@ KINDS: dict[str, tuple[str, tuple[str, ...], str, str | None]] = {
     ),
     "marked": (MARKED, CHATML_TOKENS, "<|im_end|>", None),
     "deepseek-r1": (DEEPSEEK_R1, ("<|begin|>", "<|User|>", "<|Assistant|>", "<|eos|>"), "<|eos|>", "<|begin|>"),
+    "phi3": (PHI3, ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"), "<|endoftext|>", None),
     "endless": (ENDLESS, CHATML_TOKENS, "<|im_end|>", None),
     "forgetful": (FORGETFUL, CHATML_TOKENS, "<|im_end|>", None),
 }

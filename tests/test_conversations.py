@@ -15,7 +15,6 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import zstandard
 
 import data.sources
 from data import hub
@@ -61,6 +60,12 @@ def test_alpaca_input_follows_the_instruction() -> None:
     assert [m["content"] for m in made.messages] == ["Be brief.", "Sum\n\n1 2", "3"]
 
 
+def test_a_system_prompt_beside_a_question_is_its_system_turn() -> None:
+    made = normalise({"system_prompt": "Be brief.", "question": "1 2", "response": "3"})
+    assert [turn["content"] for turn in made.messages] == ["Be brief.", "1 2", "3"]
+    assert len(normalise({"system_prompt": "", "question": "1 2", "response": "3"}).messages) == 2
+
+
 def test_turns_are_questions() -> None:
     made = normalise({"id": 7, "turns": ["one", "two"]})
     assert made.row_id == "7"
@@ -86,6 +91,17 @@ def test_tools_reasoning_and_results_are_kept() -> None:
     assert made.messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 2}}
     assert made.messages[1]["reasoning_content"] == "need a sum"
     assert made.messages[2]["tool_call_id"] == "c1"
+
+
+def test_reasoning_is_read_in_parts_and_never_lost() -> None:
+    def reasoned(found: Any) -> str | None:
+        made = normalise({"messages": [USER, {**ASSISTANT, "reasoning": found}]})
+        return made.messages[1].get("reasoning_content")
+
+    assert reasoned([{"type": "text", "text": "need "}, "a sum"]) == "need a sum"
+    assert reasoned(True) is reasoned([]) is reasoned("") is None
+    with pytest.raises(Rejected, match="content_not_text"):
+        reasoned({"steps": ["need a sum"]})
 
 
 def test_sharegpt_function_calls() -> None:
@@ -178,14 +194,18 @@ def test_ids_that_name_nothing_are_no_ids(value: Any) -> None:
     assert normalise({"id": value, "messages": [*TURNS]}).row_id is None
 
 
+def zst(text: bytes) -> bytes:
+    return pa.compress(text, codec="zstd", asbytes=True)
+
+
 LINES = b'\xef\xbb\xbf{"text": "a"}\r\n\n{"text": "\xc3\xa9"}\n'
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "jsonl.zst", "json"])
 def test_lines_in_any_wrapping(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"rows.{suffix}"
-    pack = {"gz": gzip.compress, "zst": zstandard.compress}.get(suffix.rpartition(".")[2], bytes)
-    path.write_bytes(pack(LINES))
+    pack = {"gz": gzip.compress, "zst": zst}.get(suffix.rpartition(".")[2], bytes)
+    path.write_bytes(pack(LINES[:24]) + pack(LINES[24:]))  # as `cat` joins two files
     assert rows_of(path) == [{"text": "a"}, {"text": "é"}]
 
 
@@ -244,6 +264,30 @@ def test_tables(tmp_path: Path) -> None:
         assert rows_of(tmp_path / name) == records
 
 
+def test_saved_datasets_are_rows_whatever_a_trainer_wanted_of_them(tmp_path: Path) -> None:
+    row = {"id": 7, "messages": [*TURNS], "token_ids": [1, 2]}
+    data = datasets.Dataset.from_list([row])
+    for kind, columns in (("numpy", None), ("torch", ["token_ids"])):
+        data.set_format(kind, columns=columns)
+        data.save_to_disk(tmp_path / kind)
+        assert rows_of(tmp_path / kind) == [row]
+
+
+def test_a_call_in_a_table_has_its_own_arguments_alone(tmp_path: Path) -> None:
+    def asking(name: str, **arguments: Any) -> dict[str, Any]:
+        schema = {"name": name, "parameters": {"properties": {key: {"type": "x"} for key in arguments}}}
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        turns = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        return {"tools": [{"type": "function", "function": schema}], "messages": turns}
+
+    rows = [asking("weather", city="Ulm"), asking("add", a=1, b=2)]
+    data = datasets.Dataset.from_list(rows)
+    data.to_parquet(tmp_path / "rows.parquet")
+    data.save_to_disk(tmp_path / "saved")
+    for name in ("rows.parquet", "saved"):
+        assert [normalise(row) for row in rows_of(tmp_path / name)] == [normalise(row) for row in rows]
+
+
 def test_saved_datasets_with_splits(tmp_path: Path) -> None:
     split = datasets.Dataset.from_list([{"text": "a"}])
     datasets.DatasetDict({"train": split, "test": split}).save_to_disk(tmp_path / "saved")
@@ -289,6 +333,9 @@ def test_folders_are_read_in_the_order_of_names(tmp_path: Path) -> None:
     (folder / "a.jsonl").write_text('{"text": "1"}\n')
     (folder / "sub" / "c.jsonl").write_text('{"text": "3"}\n')
     (folder / "README.md").write_text("no rows")
+    (folder / ".ipynb_checkpoints").mkdir()
+    for name in (".ipynb_checkpoints/a.jsonl", "._b.jsonl"):
+        (folder / name).write_text('{"text": "0"}\n')
     assert [row["text"] for row in rows_of(folder)] == ["1", "2", "3"]
     assert [row["text"] for row in rows_of(folder, limit=2)] == ["1", "2"]
 
@@ -296,11 +343,19 @@ def test_folders_are_read_in_the_order_of_names(tmp_path: Path) -> None:
 def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
     cut = tmp_path / "rows.jsonl.gz"
     cut.write_bytes(gzip.compress(LINES * 100)[:-20])
+    cut_too, no_zst, saved = (tmp_path / name for name in ("rows.jsonl.zst", "none.jsonl.zst", "saved"))
+    cut_too.write_bytes(zst(b"".join(b'{"text": "%d"}\n' % number for number in range(200_000)))[:-20])
+    no_zst.write_bytes(LINES)
+    datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(saved)
+    next(saved.glob("*.arrow")).unlink()
     odd, array = tmp_path / "rows.xml", tmp_path / "rows.json"
     odd.write_text("<a/>")
     array.write_text('[{"text": "a"}, {"text"')
     for path, words in (
         (cut, "cannot be read to its end"),
+        (cut_too, "cannot be read to its end"),
+        (no_zst, "cannot be read to its end"),
+        (saved, "not a readable saved data set"),
         (odd, "unknown kind of file"),
         (array, "cut or broken"),
         (tmp_path / "none.jsonl", "does not exist"),

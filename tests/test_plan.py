@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Callable
@@ -77,6 +78,42 @@ def test_plan_before_anything_runs(tmp_path: Path, capsys: pytest.CaptureFixture
     assert (
         "drafter   NOT possible: drafters.base: mask_token: id 99999 is outside the target's vocabulary of 320" in text
     )
+
+
+def test_a_forecast_from_rows_is_what_prepare_makes_of_them(tmp_path: Path, tiny_root: Path) -> None:
+    def turn(role: str, content: str) -> dict[str, str]:
+        return {"role": role, "content": content}
+
+    short = [{"messages": [turn("user", "hi"), turn("assistant", "yes.")]} for _ in range(100)]
+    long = [{"messages": [turn("user", "hi"), turn("assistant", "yes, and more " * 9)]} for _ in range(100)]
+    broken = [{"messages": []} for _ in range(100)]
+    for name, rows in (
+        ("short", [row for pair in zip(short, broken, strict=True) for row in pair]),
+        ("long", long),
+    ):
+        (tmp_path / name).with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    body = {
+        "name": "forecast",
+        "root": str(tiny_root),
+        "target": {"model": "tiny:2"},
+        "data": {
+            "train": [{"path": str(tmp_path / "short.jsonl")}],
+            "validation": [{"path": str(tmp_path / "long.jsonl")}],
+        },
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(body))
+    run = load_run(tmp_path / "run.yaml")
+    guess = amounts_of(run)
+    assert cli.exit_code(["prepare", str(tmp_path / "run.yaml")]) == 0
+    assert dataclasses.replace(guess, from_tokens=True) == amounts_of(run)
+    assert guess.rows == 200
+
+
+def test_every_question_that_is_asked_is_forecast(tmp_path: Path, make_run: Callable[..., Run]) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"turns": ["one?", "two?", "three?"]}) + "\n")
+    answers = {"responses": "regenerate", "regenerate": {"max_new_tokens": 100}}
+    run = make_run("asked", data={"train": [{"path": str(tmp_path / "rows.jsonl")}], **answers})
+    assert amounts_of(run).supervised == 3 * 70
 
 
 def test_sizes_of_the_published_recipe(tmp_path: Path) -> None:

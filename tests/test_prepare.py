@@ -269,6 +269,30 @@ def test_validation_from_its_own_file(run_of: MakeRun, tmp_path: Path) -> None:
     assert {row.row_id: row.validation for row in tokens_of(run)} == {"a": False, "held": True}
 
 
+@pytest.mark.parametrize("rows", [[], [{"messages": []}], [chat(id="a")]])
+def test_validation_files_without_a_row_to_validate_with_are_refused(
+    run_of: MakeRun, tmp_path: Path, rows: list[Any]
+) -> None:
+    own = tmp_path / "own.jsonl"
+    own.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path, run = run_of([chat(id="a")], {"validation": [{"path": str(own)}], "duplicates": "drop"})
+    with pytest.raises(BadInput, match=r"own\.jsonl: not one row is left to validate with; correct data\.validation"):
+        prepare(path)
+    assert not Layout.of(run).prepared.exists()
+
+
+def test_a_file_of_which_nothing_is_used_is_named(run_of: MakeRun, tmp_path: Path) -> None:
+    odd = tmp_path / "odd.jsonl"
+    odd.write_text('{"answer": 4}\n' * 3)
+    path, run = run_of([chat(id=str(number)) for number in range(9)])
+    body = yaml.safe_load(path.read_text())
+    body["data"]["train"].append({"path": str(odd)})
+    path.write_text(yaml.safe_dump(body))
+    prepare(path)
+    log = next((Layout.of(run).logs / "prepare").glob("prepare-001.log")).read_text()
+    assert f"{odd}: not one row of 3 is usable" in log
+
+
 def test_rows_without_id_and_repeated_ids_stay_apart(run_of: MakeRun) -> None:
     same = chat("same.")
     path, run = run_of([same, same, chat("other."), chat("x.", id="a"), chat("y.", id="a")])
@@ -606,8 +630,10 @@ def test_show_colours_what_is_supervised(run_of: MakeRun, monkeypatch: pytest.Mo
     assert text.count("how?") == 3
     for shown in text.split("how?")[:3]:
         assert shown.rindex(grey) > shown.rfind(green)
-    path, _ = run_of(rows, {"responses": "regenerate"})
-    assert green not in prepare(path, "--show", "3")
+    path, _ = run_of(rows, {"responses": "regenerate", "system_prompt": "Be brief."})
+    text = prepare(path, "--show", "3")
+    assert green not in text
+    assert text.count("Be brief.") == 3
 
 
 def test_prompts_only_when_the_target_is_to_answer(run_of: MakeRun) -> None:
@@ -617,6 +643,17 @@ def test_prompts_only_when_the_target_is_to_answer(run_of: MakeRun) -> None:
     assert account(run)["counts"]["kept"] == 2
     assert dropped(run) == {"text": "nothing_to_answer"}
     assert not Layout.of(run).tokens(0).exists()
+
+
+@pytest.mark.parametrize("finished", [{}, {"finished": True}])
+def test_an_answers_own_end_of_turn_is_known_and_not_added_again(finished: dict[str, bool]) -> None:
+    tokenizer = tokenizer_of("gemma")  # its end of turn is none of the tokens that the tokenizer has names for
+    end = tokenizer.convert_tokens_to_ids("<end_of_turn>")
+    row = Preparer(tokenizer, Data.model_validate({"train": [{"path": "rows"}]})).row(
+        chat(response_ids=[65, 66, end], **finished)
+    )
+    assert row.pieces[0].ids[row.pieces[0].supervised].tolist() == [65, 66, end]
+    assert row.pieces[0].finished
 
 
 def test_a_bos_that_text_prints_is_not_added_again() -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,7 +24,7 @@ import pipeline.server
 import pipeline.server_answers
 from data.answers import AnswerLog, Reply
 from data.conversations import Rejected
-from data.errors import BadInput, Failure
+from data.errors import BadInput, Failure, Stopped
 from data.layout import Layout
 from data.manifest import read_manifest
 from data.parts import Prompt, each_answer, read_prompts
@@ -131,6 +134,17 @@ def test_answers_are_those_of_generate(run_of: MakeRun, tiny_target: Any) -> Non
         assert answer_of(row) == greedy(tiny_target, prompt, 8)
         assert row.finished == (answer_of(row)[-1] == tiny_target.tokenizer.eos_token_id)
     assert {row.finished for row in rows.values()} == {True, False}
+
+
+def test_the_system_prompt_is_put_before_what_is_asked(run_of: MakeRun, tiny_target: Any) -> None:
+    system = {"role": "system", "content": "Be brief."}
+    rows = [{"id": "one", "messages": [say("a?")]}, {"id": "own", "messages": [{**system, "content": "x"}, say("a?")]}]
+    path, run = run_of(rows, system_prompt=system["content"])
+    regenerate(path)
+    asked_for = {"one": [system, say("a?")], "own": rows[1]["messages"]}
+    for name, row in rows_of(run).items():
+        prompt = render_prompt(tiny_target.tokenizer, asked_for[name], {})
+        assert row.token_ids[: len(prompt)].tolist() == prompt
 
 
 def test_every_turn_is_answered_in_turn_with_the_ids_before_it(run_of: MakeRun, tiny_target: Any) -> None:
@@ -271,6 +285,7 @@ def test_the_log_forgets_cut_lines_and_other_settings(tmp_path: Path) -> None:
     with AnswerLog(path, "a") as log:
         assert log.replies == {"x": Reply((1, 2), True)}
         log.add("z", Reply((), False))
+        assert b'"z"' in path.read_bytes()  # at once: there may be no end in order
     with AnswerLog(path, "a") as log:
         assert list(log.replies) == ["x", "z"]
     with AnswerLog(path, "b") as log:
@@ -284,6 +299,8 @@ ODD_REPLIES: list[Any] = [
     {"choices": [None]},
     {"choices": [{"text": None}]},
     {"choices": [{"text": "", "finish_reason": "stop", "token_ids": [10**6]}]},
+    {"choices": [{"text": None, "finish_reason": "stop", "token_ids": [None]}]},
+    {"choices": [{"text": None, "finish_reason": "stop", "logprobs": [1]}]},
 ]
 
 
@@ -292,10 +309,12 @@ class Stub(BaseHTTPRequestHandler):
 
     style = "ids"
     finish = "length"
+    end = 0
     trouble: ClassVar[Counter[int]] = Counter()
     asked: ClassVar[list[tuple[int, ...]]] = []
     lock = threading.Lock()
     refuse_odd = False
+    hold: threading.Event | None = None
     down = False
     key: str | None = None
 
@@ -317,6 +336,8 @@ class Stub(BaseHTTPRequestHandler):
             self.asked.append(prompt)
         if not self.allowed():
             self.reply(401, {"error": "no key"})
+        elif self.hold is not None:
+            self.hold.wait(60)
         elif self.down:
             self.reply(503, {"error": "restarting"})
         elif self.refuse_odd and len(prompt) % 2:
@@ -325,6 +346,8 @@ class Stub(BaseHTTPRequestHandler):
             self.reply(200, ODD_REPLIES[len(self.asked) % len(ODD_REPLIES)])
         elif kind == 0 and self.style == "flaky":
             self.reply(429 if len(prompt) % 2 else 500, {"error": "busy"})
+        elif kind == 2 and self.style == "flaky":
+            self.reply(502, {"error": "cut off"}, missing=50)
         elif kind == 1 and self.style == "flaky":
             self.close_connection = True  # hangs up without a word
             self.connection.close()
@@ -337,14 +360,16 @@ class Stub(BaseHTTPRequestHandler):
             return {"text": "th.", "finish_reason": "stop"}
         if self.style == "seed":
             ids = [body["seed"], 66]
+        if self.style == "end":
+            ids = [66, self.end]
         if self.style == "names":
             return {"text": "", "finish_reason": "length", "logprobs": {"tokens": [f"token_id:{i}" for i in ids]}}
         return {"text": "", "finish_reason": self.finish, "token_ids": ids}
 
-    def reply(self, status: int, body: dict[str, Any]) -> None:
+    def reply(self, status: int, body: dict[str, Any], missing: int = 0) -> None:
         data = json.dumps(body).encode()
         self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Content-Length", str(len(data) + missing))
         self.end_headers()
         self.wfile.write(data)
 
@@ -407,6 +432,28 @@ def test_a_server_draws_each_answer_of_a_prompt_with_a_seed_of_its_own(run_of: M
     }
 
 
+def test_an_answer_that_another_token_ended_gets_no_second_end(run_of: MakeRun, stub: Any, tiny_target: Any) -> None:
+    mood, settings = stub
+    tokenizer = tiny_target.tokenizer
+    mood.style, mood.finish = "end", "stop"
+    mood.end = next(id_ for id_ in tokenizer.all_special_ids if id_ != tokenizer.eos_token_id)
+    path, run = run_of(ROWS[:2], regenerate=settings)
+    regenerate(path)
+    assert [(answer_of(row), row.finished) for row in rows_of(run).values()] == 2 * [([66, mood.end], True)]
+
+
+def test_a_signal_is_heard_while_the_server_says_nothing(run_of: MakeRun, stub: Any) -> None:
+    mood, settings = stub
+    mood.hold = threading.Event()
+    path, _ = run_of(ROWS[:5], regenerate=settings)
+    threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    began = time.monotonic()
+    with pytest.raises(Stopped, match="SIGTERM"):
+        regenerate(path)
+    assert time.monotonic() - began < 10
+    mood.hold.set()
+
+
 def test_later_turns_meet_the_same_patience(run_of: MakeRun, stub: Any) -> None:
     mood, settings = stub
     mood.style = "flaky"
@@ -414,15 +461,18 @@ def test_later_turns_meet_the_same_patience(run_of: MakeRun, stub: Any) -> None:
     path, run = run_of([{"id": "two", "turns": ["first?", "second?"]}], regenerate=settings)
     regenerate(path)
     assert tokens_manifest(run)["dropped"] == {}
-    assert len(mood.asked) == 6
+    assert len(mood.asked) == 8
 
 
-def test_replies_without_an_answer_of_the_target_fail_row_by_row(run_of: MakeRun, stub: Any) -> None:
+def test_replies_without_an_answer_of_the_target_fail_row_by_row(
+    run_of: MakeRun, stub: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mood, settings = stub
     mood.style = "odd"
-    path, run = run_of(ROWS[:5], max_dropped=1.0, regenerate=settings)
+    monkeypatch.setattr(pipeline.server_answers, "REFUSALS_TO_STOP", 99)
+    path, run = run_of(ROWS[: len(ODD_REPLIES)], max_dropped=1.0, regenerate=settings)
     regenerate(path)
-    assert tokens_manifest(run)["dropped"] == {"server": 5}
+    assert tokens_manifest(run)["dropped"] == {"server": len(ODD_REPLIES)}
     assert not rows_of(run)
 
 

@@ -96,7 +96,11 @@ REFUSED = [
     ("data.train", [], "`data.train`"),
     ("data.train", [{"path": "a", "hub": "b"}], "give exactly one of `path` and `hub`"),
     ("data.train", [{"path": "a", "revision": "main"}], "`revision` is of hub data sets; leave it out beside `path`"),
-    ("data.validation", 1.5, "data.validation"),
+    ("data.validation", 1.5, "`data.validation`: Input should be less than 1, or needs a list, for example"),
+    ("data.validation", "rows.jsonl", "or needs a list, for example `[{path: rows.jsonl}]` or `[1, 2]` (got 'rows."),
+    ("data.validation", ["rows.jsonl"], "run.yaml: `data.validation.0`: needs a mapping, `key: value` lines below"),
+    ("data.validation", [{"pth": "a"}], "run.yaml: unknown key `data.validation.0.pth`; did you mean `path`?"),
+    ("extract.layers", 5, "`extract.layers`: Input should be 'auto', or needs a list, for example"),
 ]
 
 
@@ -195,6 +199,16 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_bytes(b"\xff\xfe\x00name")
     with pytest.raises(BadInput, match="not a YAML file"):
         load_run(tmp_path / "run.yaml")
+
+
+def test_every_path_may_begin_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    body = changed("root", "~/runs")
+    body["data"]["train"] = [{"path": "~/rows.jsonl"}]
+    body |= {"train": {"warm_start": "~/drafter"}, "eval": {"benchmarks": {"b": {"path": "~/b.jsonl"}}}}
+    run = load_run(write(tmp_path, body))
+    found = (run.root, run.data.train[0].path, run.train.warm_start, run.eval.benchmarks["b"].path)
+    assert found == tuple(f"/home/me/{name}" for name in ("runs", "rows.jsonl", "drafter", "b.jsonl"))
 
 
 def test_a_run_is_frozen(tmp_path: Path) -> None:

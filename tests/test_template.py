@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ MORE = {"role": "user", "content": "And 3+3?"}
 LAST = {"role": "assistant", "content": "It is 6."}
 TWO_TURNS = [ASK, SAY, MORE, LAST]
 
-PLAIN = ["chatml", "llama3", "gemma", "mistral", "marked"]
+PLAIN = ["chatml", "llama3", "gemma", "mistral", "marked", "phi3"]
 ENDS = {
     "chatml": "<|im_end|>",
     "llama3": "<|eot_id|>",
@@ -28,6 +29,8 @@ ENDS = {
     "marked": "<|im_end|>",
     "qwen3": "<|im_end|>",
     "gpt-oss": "<|return|>",
+    "deepseek-r1": "<|eos|>",
+    "phi3": "<|end|>",
 }
 
 
@@ -201,6 +204,30 @@ def test_answer_ids_are_used_as_they_are() -> None:
     (row,) = template.encoded([template.continued([ASK], odd)])
     assert row.ids[-3:].tolist() == odd.tolist()
     assert row.supervised.sum() == 3
+
+
+def test_long_thinking_is_masked_in_few_decodings(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = Template(tokenizer_of("qwen3"))
+    counts: list[int] = []
+    decode = template.decode
+    monkeypatch.setattr(template, "decode", lambda ids: counts.append(len(ids)) or decode(ids))
+    ids = template.encode("<think>\n" + "né " * 2000 + "</think>\n\nthe end 🙂")
+    mask = template.not_thinking(np.asarray(ids, np.int32), "")
+    assert decode([token for token, kept in zip(ids, mask, strict=True) if kept]) == "\n\nthe end 🙂"
+    assert len(counts) < 60
+
+
+def test_an_answer_is_sent_back_without_its_thinking_or_with_marks_that_templates_know() -> None:
+    said = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>It is 4.<|return|>"
+    template = template_of("gpt-oss")
+    assert template.visible(template.encode(said)) == "It is 4."
+    tokenizer = copy.deepcopy(tokenizer_of("gemma"))
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<|channel>", "<channel|>"]})
+    template = Template(tokenizer)
+    said = "<|channel>thought\nhm\n<channel|>It is 4."
+    assert template.visible(template.encode(f"{said}<end_of_turn>")) == said
+    mask = template.not_thinking(np.asarray(template.encode(said), np.int32), "")
+    assert template.decode(np.asarray(template.encode(said))[mask].tolist()) == "It is 4."
 
 
 def test_end_of_turn_is_derived() -> None:

@@ -200,7 +200,7 @@ class Trainer:
             profiler.export_chrome_trace(str(path))
             say(f"profiler trace of {self.profile} steps: {path}")
 
-        with torch.profiler.profile(schedule=plan, on_trace_ready=write) as profiler:
+        with torch.profiler.profile(schedule=plan, on_trace_ready=write, acc_events=True) as profiler:
             yield profiler.step
 
     def train(self) -> None:

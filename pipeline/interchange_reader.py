@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from data import rope
 from data.errors import BadInput
 from pipeline.drafter import DrafterConfig
 from pipeline.interchange_config import DIMENSIONS, FULL, LAYER, SCALES, SLIDING, TargetInfo
@@ -166,15 +167,21 @@ def _rope(reader: Reader) -> tuple[float, dict[str, Any] | None]:
     for path, scaling in seen[1:]:
         if scaling != seen[0][1]:
             reader.fail(f"`{seen[0][0]}` says {seen[0][1]} but `{path}` says {scaling}")
+    for path, scaling in seen[:1]:
+        if problem := rope.problem(scaling or {"rope_type": "default"}):
+            reader.fail(f"`{path}`: {problem}: not supported")
     return theta, seen[0][1] if seen else None
 
 
 def _scaling(value: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    body = {key: item for key, item in (value or {}).items() if key != "rope_theta"}
+    body = {key: item for key, item in (value or {}).items() if key != "rope_theta" and item is not None}
+    if body.get("partial_rotary_factor") == 1.0:  # what it is without saying so
+        del body["partial_rotary_factor"]
     if "type" in body:  # the name before transformers 4.43
         body.setdefault("rope_type", body["type"])
         del body["type"]
-    return None if body.get("rope_type", "default") == "default" and set(body) <= {"rope_type"} else body
+    body.setdefault("rope_type", "default")
+    return None if body == {"rope_type": "default"} else body
 
 
 def _attention(reader: Reader, layers: int) -> tuple[tuple[str, ...], int | None]:

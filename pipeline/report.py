@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -177,11 +178,11 @@ def _drafter(layout: Layout, name: str, missing: _Missing, evaluated: bool) -> D
 
 
 def metrics_lines(path: Path) -> Iterator[Body]:
-    """Lines of metrics.jsonl; a line that a kill has torn is left out."""
+    """Lines of metrics.jsonl; a line that a kill or the disk has torn, at whatever byte, is left out."""
     if not path.exists():
         return
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if line.endswith("}"):
+    for line in path.read_bytes().split(b"\n"):
+        with suppress(ValueError):
             yield json.loads(line)
 
 

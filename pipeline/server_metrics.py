@@ -1,16 +1,16 @@
 """A server whose own drafting is measured: drives vLLM or SGLang over prompts and reads its acceptance counters.
 
 vLLM counts drafts, drafted and accepted tokens under `/metrics`: acceptance is 1 + accepted / drafts, bonus counted,
-pooled, over the difference of two readings. SGLang gives a gauge of its own running mean. Other traffic on the server
-spoils both.
+pooled, over the difference of two readings. SGLang gives a gauge of its own running mean, one for each of its ranks.
+Other traffic on the server spoils both.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,10 +40,12 @@ class Served:
 
 @dataclass
 class Metrics:
-    """Sums of the counters that matter, over all labels; `by_position` accepted drafts at slots 1, 2, ..."""
+    """Sums of the counters that matter, over all labels; `by_position` accepted drafts at slots 1, 2, ...; `lengths`
+    that ranks which have drafted tell."""
 
     values: dict[str, float] = field(default_factory=dict)
     by_position: dict[int, float] = field(default_factory=dict)
+    lengths: list[float] = field(default_factory=list)
 
     @classmethod
     def parse(cls, text: str) -> Metrics:
@@ -53,6 +55,8 @@ class Metrics:
             if match is None:
                 continue
             name, value = match["name"], float(match["value"])
+            if name == SGLANG_LENGTH and value > 0:  # a gauge: ranks are not added up
+                metrics.lengths.append(value)
             metrics.values[name] = metrics.values.get(name, 0.0) + value
             position = _POSITION.search(match["labels"] or "")
             if name == ACCEPTED_AT and position:
@@ -74,10 +78,11 @@ class Metrics:
                 "draft_tokens": int(self.values.get(DRAFTED, 0.0) - before.values.get(DRAFTED, 0.0)),
                 "per_slot": [hit / count if count else None for hit, count in zip(hits, reached, strict=False)],
             }
-        if self.values.get(SGLANG_LENGTH):
+        if self.lengths:
+            ranks = f" of {len(self.lengths)} ranks" if len(self.lengths) > 1 else ""
             return {
-                "source": "SGLang gauge: its own running mean, bonus token counted",
-                "acceptance": self.values[SGLANG_LENGTH],
+                "source": f"SGLang gauge: its own running mean{ranks}, bonus token counted",
+                "acceptance": sum(self.lengths) / len(self.lengths),
             }
         return {}
 
@@ -104,9 +109,22 @@ class MeasuredServer(Connection):
         tokens = int((made.get("usage") or {}).get("completion_tokens", 0))
         return Served(choice["text"], tokens)
 
-    def run(self, prompts: Sequence[Prompt], max_new_tokens: int, plan: Sampling) -> tuple[list[Served], float]:
-        """All prompts, `concurrency` at once: replies in order, and wall seconds."""
+    def run(
+        self, prompts: Sequence[Prompt], max_new_tokens: int, plan: Sampling, answered: Callable[[], None]
+    ) -> tuple[list[Served], float]:
+        """All prompts, `concurrency` at once: replies in order, and wall seconds.
+
+        `answered` is called after each reply. When it raises, or a request fails, no other one is begun.
+        """
         started = time.perf_counter()
         with ThreadPoolExecutor(self.server.concurrency) as pool:
-            replies = list(pool.map(lambda prompt: self.complete(prompt, max_new_tokens, plan), prompts))
-        return replies, time.perf_counter() - started
+            running = [pool.submit(self.complete, prompt, max_new_tokens, plan) for prompt in prompts]
+            try:
+                for future in as_completed(running):
+                    future.result()
+                    answered()
+            except BaseException:
+                self.stopping.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        return [future.result() for future in running], time.perf_counter() - started

@@ -98,9 +98,9 @@ def _look(
     judge: Callable[[dict[str, Any]], Stale | None],
     wanted: Callable[[Path], bool] = lambda path: False,
 ) -> Artefact:
-    if not path.exists():
-        return Artefact(False, begun=wanted(path))
     try:
+        if not path.exists():
+            return Artefact(False, begun=wanted(path))
         with understood(path, "make it again"):
             stale = judge(read_manifest(path, kind))
     except BadInput as error:

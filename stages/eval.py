@@ -1,15 +1,16 @@
 """What a drafter is worth: acceptance, losslessness, speed.
 
 `eval/<name>/<benchmark>.json` per benchmark (its fields: `pipeline/evaluation.py`), `manifest.json` last. Numbers of
-another block size or of fewer prompts than the run file says go to a folder of their own (`base+block8+limit16`), and
-so do others' drafters and servers. Interrupted, the same command goes on with the benchmarks that are missing.
+another block size, or of fewer prompts or benchmarks than the run file says, go to a folder of their own
+(`base+block8+limit16`, `base+only-gsm8k`), and so do others' drafters and servers. Interrupted, the same command goes
+on with the benchmarks that are missing.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -43,12 +44,14 @@ class Request:
     block_size: int | None = None
     limit: int | None = None
     benchmarks: tuple[str, ...] = ()
+    """Some of the run's; none: all."""
     server: str | None = None
     model: str | None = None
 
     @property
     def suffix(self) -> str:
-        parts = {"block": self.block_size, "limit": self.limit, "": self.checkpoint}
+        only = ",".join(self.benchmarks) or None
+        parts = {"block": self.block_size, "limit": self.limit, "": self.checkpoint, "only-": only}
         return "".join(f"+{name}{value}" for name, value in parts.items() if value is not None)
 
 
@@ -98,6 +101,8 @@ def command(run_file: str, drafter: str | None, **options: Any) -> None:
         serve(run, request, server, read_benchmarks(run, request))
         return
     benchmarks = read_benchmarks(run, request)
+    some = () if len(benchmarks) == len(run.eval.benchmarks) else tuple(benchmarks)
+    request = replace(request, benchmarks=some)
     plans = list(planned(run, request))
     from pipeline.job import job
 
@@ -124,7 +129,9 @@ def read_benchmarks(run: Run, request: Request) -> dict[str, list[BenchmarkPromp
     unknown = [name for name in request.benchmarks if name not in settings]
     if unknown:
         raise BadInput(f"no benchmark `{unknown[0]}` in this run; it has: {', '.join(settings)}")
-    names = request.benchmarks or tuple(settings)
+    if taken := sorted({"manifest", "state"} & settings.keys()):
+        raise BadInput(f"eval.benchmarks.{taken[0]}: `{taken[0]}.json` is a file of ours beside the results: rename it")
+    names = [name for name in settings if not request.benchmarks or name in request.benchmarks]
     return {name: load_benchmark(name, settings[name], request.limit) for name in names}
 
 
@@ -344,8 +351,12 @@ def amount(value: Mapping[str, float | None]) -> str:
 def server_settings(run: Run, request: Request) -> Server:
     """The server of the command line.
 
-    Raises BadInput, without showing it, when its URL holds a secret or cannot be asked.
+    Raises BadInput for what a server cannot be told, and, without showing it, when its URL holds a secret or cannot be
+    asked.
     """
+    ours = {"drafter-path": request.drafter_path, "checkpoint": request.checkpoint, "block-size": request.block_size}
+    for option in (name for name, value in ours.items() if value is not None):
+        raise BadInput(f"--{option}: the server at --server drafts with what it was started with: leave it out")
     try:
         return Server(url=request.server, model=request.model, concurrency=run.eval.batch_size)
     except ValidationError as error:
@@ -354,14 +365,14 @@ def server_settings(run: Run, request: Request) -> Server:
 
 def serve(run: Run, request: Request, server: Server, benchmarks: Mapping[str, list[BenchmarkPrompt]]) -> None:
     """Drive a server over the benchmarks; its numbers go to `eval/server-<host>`."""
-    from pipeline.console import say
+    from pipeline.console import Progress, say
     from pipeline.evaluation import Conversations
     from pipeline.job import job
     from pipeline.sampling import Sampling
     from pipeline.server_metrics import MeasuredServer
     from pipeline.target import load_tokenizer
 
-    name = f"server-{urlsplit(server.url).netloc.replace(':', '-')}{request.suffix}"
+    name = f"server-{urlsplit(server.url).netloc.replace(':', '-')}{replace(request, benchmarks=()).suffix}"
     folder = Layout.of(run).eval(name)
     with job(run, "eval", label=name) as work:
         client, tokenizer = MeasuredServer(server), load_tokenizer(run)
@@ -372,7 +383,13 @@ def serve(run: Run, request: Request, server: Server, benchmarks: Mapping[str, l
             seconds, tokens = 0.0, 0
             for turn in range(talk.turns):
                 asked, groups = talk.ask(turn)
-                replies, took = client.run(asked, run.eval.max_new_tokens, plan)
+                with Progress(len(asked), f"{benchmark}: turn {turn + 1} of {talk.turns}", unit="answers") as bar:
+
+                    def answered(bar: Progress = bar) -> None:
+                        work.check_stop()
+                        bar.advance()
+
+                    replies, took = client.run(asked, run.eval.max_new_tokens, plan, answered)
                 seconds, tokens = seconds + took, tokens + sum(reply.tokens for reply in replies)
                 for group, reply in zip(groups, replies, strict=True):
                     talk.reply(group, reply.text)

@@ -102,7 +102,7 @@ def export(run: Run, name: str, request: Request) -> Path:
     weights = read_weights(chosen.path)
     target = target_info(run, trained["head"])
     folder = request.to or layout.export(name)
-    evaluations = list(_evaluations(run, name))
+    evaluations = list(_evaluations(run, name, chosen.path.name))
     served = request.push or str(folder)
     stored = f"{FLOAT8} (compressed-tensors), the rest {request.dtype}" if request.quantize else request.dtype
     facts = _facts(trained, chosen.step, chosen.acceptance)
@@ -141,8 +141,9 @@ def target_info(run: Run, scales: Mapping[str, Any]) -> TargetInfo:
     )
 
 
-def _evaluations(run: Run, name: str) -> Iterator[dict[str, Any]]:
-    """Finished evaluations of this drafter, benchmark by benchmark; those of an earlier training are left out."""
+def _evaluations(run: Run, name: str, checkpoint: str) -> Iterator[dict[str, Any]]:
+    """Finished evaluations of this checkpoint, benchmark by benchmark; those of other checkpoints and of an earlier
+    training are left out."""
     from pipeline.console import say
 
     layout = Layout.of(run)
@@ -155,8 +156,10 @@ def _evaluations(run: Run, name: str) -> Iterator[dict[str, Any]]:
         return
     for record in manifest["files"]:
         body = read_json(layout.eval(name) / record["path"], "run `draftmill eval` again")
-        if "pooled" in body:
+        if "pooled" in body and body["checkpoint"] == checkpoint:
             yield body
+        elif "pooled" in body:
+            say(f"not in the card: {body['benchmark']} of {body['checkpoint']}, because {checkpoint} is exported")
 
 
 def _facts(trained: Mapping[str, Any], step: int, acceptance: float | None) -> dict[str, Any]:

@@ -207,6 +207,27 @@ def test_quick_looks_and_smaller_blocks_have_folders_of_their_own(trained: Calla
     assert not (file.parent / "runs" / "evaluated" / "eval" / "base").exists()
 
 
+def test_some_of_the_benchmarks_leave_the_numbers_of_all_alone(trained: Callable[..., Path], tmp_path: Path) -> None:
+    talk = {"path": str(tmp_path / "prompts.jsonl")}
+    file = trained(eval={"benchmarks": {"talk": talk, "more": talk}})
+    assert exit_code(["eval", str(file)]) == 0
+    folder = Layout.of(load_run(file)).folder / "eval"
+    before = (folder / "base" / "manifest.json").read_bytes()
+    assert exit_code(["eval", str(file), "--benchmark", "more"]) == 0
+    assert (folder / "base" / "manifest.json").read_bytes() == before
+    only = read_manifest(folder / "base+only-more" / "manifest.json", "eval")
+    assert [result["benchmark"] for result in only["results"]] == ["more"]
+
+
+@pytest.mark.parametrize("name", ["manifest", "state"])
+def test_a_benchmark_named_like_a_file_of_ours_is_refused(
+    trained: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture, name: str
+) -> None:
+    file = trained(eval={"benchmarks": {name: {"path": str(tmp_path / "prompts.jsonl")}}})
+    assert exit_code(["eval", str(file)]) == 2
+    assert f"eval.benchmarks.{name}: " in capsys.readouterr().err
+
+
 def test_another_template_than_in_training_is_warned_of_with_both_values(
     trained: Callable[..., Path], capsys: pytest.CaptureFixture
 ) -> None:
@@ -623,6 +644,35 @@ class TestServer:
         after = Metrics.parse('sglang:spec_accept_length{tp_rank="0"} 2.5\n')
         assert after.since(Metrics())["acceptance"] == 2.5
         assert Metrics.parse("nothing here\n").since(Metrics()) == {}
+
+    def test_ranks_of_sglang_are_averaged_and_idle_ones_left_out(self) -> None:
+        ranks = enumerate((3.0, 2.0, 0.0))
+        text = "".join(f'sglang:spec_accept_length{{dp_rank="{rank}"}} {length}\n' for rank, length in ranks)
+        measured = Metrics.parse(text).since(Metrics())
+        assert measured["acceptance"] == 2.5
+        assert "2 ranks" in measured["source"]
+
+    def test_a_stop_ends_the_asking(self, server: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv(KEY, raising=False)
+        client, prompts = (
+            MeasuredServer(Server(url=server.url, concurrency=1)),
+            [Prompt(str(i), [i]) for i in range(99)],
+        )
+        begun = len(server.shown)
+
+        def stop() -> None:
+            raise Stopped("at once")
+
+        with pytest.raises(Stopped):
+            client.run(prompts, 4, Sampling(), stop)
+        assert len(server.shown) - begun < 20
+
+    @pytest.mark.parametrize("option", ["--checkpoint", "--drafter-path", "--block-size"])
+    def test_what_a_server_cannot_be_told_is_refused(
+        self, trained: Callable[..., Path], capsys: pytest.CaptureFixture, option: str
+    ) -> None:
+        assert exit_code(["eval", str(trained()), "--server", "http://127.0.0.1:9", option, "3"]) == 2
+        assert f"error: {option}: the server" in capsys.readouterr().err
 
 
 def test_messages_without_a_last_answer_are_a_prompt(tmp_path: Path) -> None:

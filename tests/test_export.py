@@ -152,6 +152,23 @@ def test_evaluations_of_the_drafter_stand_in_the_card(trained: Trained) -> None:
     assert "| gsm8k | 8 | 3.25 (3.00-3.50) |" in (Layout.of(run).export("base") / "README.md").read_text()
 
 
+def test_numbers_of_another_checkpoint_stay_out_of_the_card(trained: Trained) -> None:
+    path, run = trained
+    folder = Layout.of(run).eval("base")
+    folder.mkdir(parents=True)
+    interval = {"value": 3.25, "low": 3.0, "high": 3.5}
+    body = {"benchmark": "gsm8k", "prompts": 8, "pooled": interval, "per_response": interval, "definition": "..."}
+    for step in (2, 4):
+        (folder / f"{step}.json").write_text(json.dumps({**body, "checkpoint": f"step-{step:06d}", "prompts": step}))
+    publish(folder / "manifest.json", "eval", {"files": [{"path": "2.json"}, {"path": "4.json"}]})
+    assert call(export.command, path, "--checkpoint", "step-4").exception is None
+    made = Layout.of(run).export("base")
+    rows = [line for line in (made / "README.md").read_text().splitlines() if line.startswith("| gsm8k")]
+    assert [row[:13] for row in rows] == ["| gsm8k | 4 |"]
+    told = json.loads((made / "draftmill.json").read_text())["evaluation"]
+    assert [each["checkpoint"] for each in told] == ["step-000004"]
+
+
 def test_numbers_of_an_earlier_training_stay_out_of_the_card(trained: Trained) -> None:
     path, run = trained
     body = {"inputs": {"drafter": "another"}, "files": [{"path": "gsm8k.json"}]}

@@ -231,7 +231,19 @@ FOREIGN = [
     (None, "is_causal", True),
     (None, "partial_rotary_factor", 0.5),
     (None, "is_neox_style", False),
+    ("rope_parameters", "partial_rotary_factor", 0.5),
 ]
+
+
+@pytest.mark.parametrize("key", ["attention_factor", "mscale"])
+def test_a_scaling_of_rope_that_engines_do_not_read_is_refused_by_key(key: str) -> None:
+    raw = write_config(tiny_config(), tiny_target_info(), "zlab", "bfloat16")
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    raw |= {"rope_scaling": {**yarn, key: 0.5}, "rope_parameters": {**yarn, key: 0.5, "rope_theta": 10000.0}}
+    with pytest.raises(BadInput, match=key):
+        read_config(raw, "config.json")
+    del raw["rope_scaling"][key], raw["rope_parameters"][key]
+    assert read_config(raw, "config.json").rope_scaling == yarn
 
 
 @pytest.mark.parametrize(("section", "key", "value"), FOREIGN)

@@ -154,6 +154,18 @@ def test_status_counts_a_manifest_that_cannot_be_read_as_stale(run_file: str) ->
     assert "draftmill extract" in state["next"]
 
 
+def test_status_names_a_state_that_cannot_be_read(run_file: str) -> None:
+    run = load_run(run_file)
+    finish(run)
+    layout = Layout.of(run)
+    layout.cache_part(0).unlink()
+    layout.cache_state(0).parent.mkdir(parents=True, exist_ok=True)
+    layout.cache_state(0).write_text('{"sta')
+    state = status.survey(run, run_file)
+    assert str(layout.cache_state(0)) in state["stages"]["extract"]["why"]
+    assert "extract" in state["next"]
+
+
 def test_status_sees_a_report_that_is_older_than_what_it_shows(run_file: str) -> None:
     run = load_run(run_file)
     finish(run)

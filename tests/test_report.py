@@ -274,8 +274,9 @@ def test_a_damaged_file_is_named_and_the_rest_is_shown(tmp_path: Path) -> None:
     assert [len(drafter.evaluations) for drafter in story.drafters] == [2, 3]
 
 
-def test_a_line_torn_by_a_kill_is_left_out(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
+@pytest.mark.parametrize("torn", [b'{"step": 2, "lo', b'{"step": 2, "validation": {"acceptance": 1.5}', b"\xff\0}"])
+def test_a_line_torn_at_any_byte_is_left_out(tmp_path: Path, torn: bytes) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "loss": 2.0}\n' + torn)
     assert list(metrics_lines(tmp_path / "metrics.jsonl")) == [{"step": 1, "loss": 2.0}]
 
 

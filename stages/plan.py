@@ -152,7 +152,7 @@ def lines(run: Run, model: Model, amounts: Amounts, gpu_memory: list[int]) -> It
     kind = "counted from the token tables" if amounts.from_tokens else f"estimated from at most {SAMPLE} rows"
     yield f"rows      {amounts.rows:,} ({kind}), {amounts.tokens:,} tokens, {amounts.supervised:,} supervised"
     yield (
-        f"target    {model.parameters / 1e6:,.1f} M parameters, layers {list(model.taps)} of "
+        f"target    {millions(model.parameters)} parameters, layers {list(model.taps)} of "
         f"{model.config.num_hidden_layers}, width {model.config.hidden_size}"
     )
     yield f"states    {amounts.states:,} ({amounts.states / max(amounts.tokens, 1):.0%} of the tokens)"
@@ -170,12 +170,14 @@ def lines(run: Run, model: Model, amounts: Amounts, gpu_memory: list[int]) -> It
         checkpoints += kept
         batches, states, anchors = forecast.batches_per_epoch(amounts, train)
         yield (
-            f"drafter   {name}: {parameters / 1e6:,.0f} M parameters; checkpoints {size(one)} each, {size(kept)} kept "
+            f"drafter   {name}: {millions(parameters)} parameters; checkpoints {size(one)} each, {size(kept)} kept "
             f"at once, {size(parameters * 4)} of host memory while one is written; export {size(parameters * 2)}"
         )
+        most = "" if train.max_steps is None else f", at most {train.max_steps:,} in all"
         yield (
             f"batches   {name}: {batches:,.0f} an epoch, {train.epochs} epochs of "
-            f"{batches / train.batches_per_step:,.0f} steps; context {states:.0%} full, anchor slots {anchors:.0%} full"
+            f"{batches / train.batches_per_step:,.0f} steps{most}; context {states:.0%} full, "
+            f"anchor slots {anchors:.0%} full"
         )
         try:
             require_room(train, drafter.block_size, amounts.most_states, amounts.most_anchors)
@@ -186,6 +188,11 @@ def lines(run: Run, model: Model, amounts: Amounts, gpu_memory: list[int]) -> It
     assumed = f"{forecast.GPU_FLOPS / 1e12:.0f} TFLOP/s a GPU" if gpu_memory else "two CPU cores"
     for stage, spent in forecast.hours(amounts, model, run, bool(gpu_memory)).items():
         yield f"hours     {stage}: {spent:.2f} (assumed: {assumed}, disk never waited for)"
+
+
+def millions(count: int) -> str:
+    """`194208` -> `0.19 M`: two digits at least, whatever the model's size."""
+    return f"{count / 1e6:,.{0 if count >= 1e7 else 1 if count >= 1e6 else 2}f} M"
 
 
 def _disk(run: Run, need: int) -> Iterator[str]:

@@ -76,8 +76,9 @@ def say(text: str) -> None:
         if _console.bar is not None:
             _console.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
             return
-        prefix = f"{sink.name} | " if sink is not None and not _has_terminal() else ""
-        print(f"{prefix}{text}", file=sys.stderr, flush=True)
+        if sink is not None and not _has_terminal():
+            text = f"{sink.name} | {text.removeprefix(f'{sink.name}: ')}"
+        print(text, file=sys.stderr, flush=True)
 
 
 def _terminal() -> contextlib.AbstractContextManager[None]:

@@ -148,7 +148,8 @@ def guarded(name: str, check: Callable[[], Check], remedy: str) -> Check:
     try:
         return check()
     except Exception as error:
-        return Check(name, "failure", f"{type(error).__name__}: {' '.join(str(error).split())[:200]}", remedy)
+        kind = "" if isinstance(error, BadInput) else f"{type(error).__name__}: "
+        return Check(name, "failure", f"{kind}{' '.join(str(error).split())[:200]}", remedy)
 
 
 def _room(folder: Path) -> int:

@@ -12,7 +12,7 @@ import click
 
 from data.layout import Layout
 from data.manifest import read_manifest
-from data.settings import Run, load_run
+from data.settings import Run, Train, load_run
 
 if TYPE_CHECKING:
     from pipeline.forecast import Amounts, Model
@@ -160,15 +160,13 @@ def count(run: Run, rows: Iterator[tuple[Any, float]], from_tokens: bool) -> Amo
 def lines(run: Run, model: Model, amounts: Amounts, gpu_memory: list[int]) -> Iterator[str]:
     """The report, line by line."""
     from data.codec import CODECS
-    from data.errors import BadInput
     from pipeline import forecast
-    from pipeline.batches import require_room
     from pipeline.console import size
 
     kind = "counted from the token tables" if amounts.from_tokens else f"estimated from at most {SAMPLE} rows"
     yield f"rows      {amounts.rows:,} ({kind}), {amounts.tokens:,} tokens, {amounts.supervised:,} supervised"
     yield (
-        f"target    {model.parameters / 1e6:,.1f} M parameters, layers {list(model.taps)} of "
+        f"target    {millions(model.parameters)} parameters, layers {list(model.taps)} of "
         f"{model.config.num_hidden_layers}, width {model.config.hidden_size}"
     )
     yield f"states    {amounts.states:,} ({amounts.states / max(amounts.tokens, 1):.0%} of the tokens)"
@@ -184,24 +182,39 @@ def lines(run: Run, model: Model, amounts: Amounts, gpu_memory: list[int]) -> It
         one = parameters * forecast.SAVED
         kept = one * (train.keep_last + train.keep_best + 1)
         checkpoints += kept
-        batches, states, anchors = forecast.batches_per_epoch(amounts, train)
         yield (
-            f"drafter   {name}: {parameters / 1e6:,.0f} M parameters; checkpoints {size(one)} each, {size(kept)} kept "
+            f"drafter   {name}: {millions(parameters)} parameters; checkpoints {size(one)} each, {size(kept)} kept "
             f"at once, {size(parameters * 4)} of host memory while one is written; export {size(parameters * 2)}"
         )
-        yield (
-            f"batches   {name}: {batches:,.0f} an epoch, {train.epochs} epochs of "
-            f"{batches / train.batches_per_step:,.0f} steps; context {states:.0%} full, anchor slots {anchors:.0%} full"
-        )
-        try:
-            require_room(train, drafter.block_size, amounts.most_states, amounts.most_anchors)
-        except BadInput as error:
-            yield f"batches   {name}: NOT possible: {error}"
+        yield from _batches(name, train, drafter.block_size, amounts)
     yield from _disk(run, forecast.cache_bytes(amounts, model, run.extract.codec, run) + checkpoints)
     yield from _memory(run, model, gpu_memory)
     assumed = f"{forecast.GPU_FLOPS / 1e12:.0f} TFLOP/s a GPU" if gpu_memory else "two CPU cores"
     for stage, spent in forecast.hours(amounts, model, run, bool(gpu_memory)).items():
         yield f"hours     {stage}: {spent:.2f} (assumed: {assumed}, disk never waited for)"
+
+
+def millions(count: int) -> str:
+    """`194208` -> `0.19 M`: two digits at least, whatever the model's size."""
+    return f"{count / 1e6:,.{0 if count >= 1e7 else 1 if count >= 1e6 else 2}f} M"
+
+
+def _batches(name: str, train: Train, block_size: int, amounts: Amounts) -> Iterator[str]:
+    from data.errors import BadInput
+    from pipeline import forecast
+    from pipeline.batches import require_room
+
+    batches, states, anchors = forecast.batches_per_epoch(amounts, train)
+    most = "" if train.max_steps is None else f", at most {train.max_steps:,} in all"
+    yield (
+        f"batches   {name}: {batches:,.0f} an epoch, {train.epochs} epochs of "
+        f"{batches / train.batches_per_step:,.0f} steps{most}; context {states:.0%} full, "
+        f"anchor slots {anchors:.0%} full"
+    )
+    try:
+        require_room(train, block_size, amounts.most_states, amounts.most_anchors)
+    except BadInput as error:
+        yield f"batches   {name}: NOT possible: {error}"
 
 
 def _disk(run: Run, need: int) -> Iterator[str]:

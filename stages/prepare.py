@@ -216,6 +216,8 @@ class Preparation:
         publish(self.layout.prepared, "accounting", body)
         for line in total.lines():
             say(line)
+        if self.run.data.validation and not total.validation:
+            say("no row is held out, so training will not be validated: raise data.validation")
         say("repeats: " + ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in repeats.items()))
         for line in alone_lines(alone):
             say(line)

@@ -325,6 +325,7 @@ def test_numbers_stand_in_one_line_in_ten_seconds_in_the_log_always(
         f"loss 2, numbers of {step}" for step in (10, 1000, 2000, 3000)
     ]  # fmt: skip
     shown = capsys.readouterr().err
+    assert ("train base | 10/10000 steps" in shown) == (not terminal)  # a line names its job once
     assert [f"numbers of {step}" in shown for step in (10, 1000, 3000)] == [not terminal, not terminal, True]
 
 

@@ -66,6 +66,10 @@ def test_plan_before_anything_runs(tmp_path: Path, capsys: pytest.CaptureFixture
     text = capsys.readouterr().out
     assert re.search(r"^batches +base: NOT possible: train.anchor_slots 1 is less than the 14 anchors", text, re.M)
     assert re.search(r"^drafter +base: mask token 265, the lowest embedding row above the tokenizer", text, re.M)
+    assert re.search(r"^drafter +base: 0\.\d\d M parameters", text, re.M)  # not 0 M
+    (tmp_path / "run.yaml").write_text(json.dumps({**body, "train": {"max_steps": 3}}))
+    assert cli.exit_code(["plan", str(tmp_path / "run.yaml")]) == 0
+    assert re.search(r"^batches +base: .* steps, at most 3 in all;", capsys.readouterr().out, re.M)
     sampled = {"responses": "regenerate", "regenerate": {"answers": 3, "temperature": 1.0}}
     (tmp_path / "run.yaml").write_text(json.dumps({**body, "data": {**body["data"], **sampled}}))
     assert cli.exit_code(["plan", str(tmp_path / "run.yaml")]) == 0

@@ -293,6 +293,13 @@ def test_a_file_of_which_nothing_is_used_is_named(run_of: MakeRun, tmp_path: Pat
     assert f"{odd}: not one row of 3 is usable" in log
 
 
+def test_a_share_that_holds_no_row_out_is_said_before_the_work(run_of: MakeRun) -> None:
+    path, _ = run_of([chat(id="a"), chat(id="b")], {"validation": 1e-9})
+    assert "no row is held out" in prepare(path)
+    path, _ = run_of([chat(id="a"), chat(id="c")], {"validation": 0.0})  # as wanted
+    assert "no row is held out" not in prepare(path)
+
+
 def test_rows_without_id_and_repeated_ids_stay_apart(run_of: MakeRun) -> None:
     same = chat("same.")
     path, run = run_of([same, same, chat("other."), chat("x.", id="a"), chat("y.", id="a")])

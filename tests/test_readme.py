@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from stages import cli
-from tests.benchmarks.readme import README, RECORDS, written
+from tests.benchmarks.readme import README, RECORDS, narrowed, written
 
 TEXT = README.read_text()
 
@@ -17,6 +17,11 @@ TEXT = README.read_text()
 def test_tables_are_what_their_records_say() -> None:
     assert written(TEXT) == TEXT
     assert set(re.findall(r"<!-- records: (\S+) -->", TEXT)) == {path.name for path in RECORDS.glob("*.json")}
+
+
+def test_a_table_says_once_what_is_the_same_in_every_row_and_nothing_that_is_empty() -> None:
+    table = "| run | codec | train s | walk |\n|---|---|---|---|\n| a | fp8 |  | 3.1 |\n| b | fp8 |  |  |"
+    assert narrowed(table) == "In every row: codec fp8.\n\n| run | walk |\n|---|---|\n| a | 3.1 |\n| b |  |"
 
 
 def test_links_lead_to_files() -> None:

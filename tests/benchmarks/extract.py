@@ -31,7 +31,7 @@ from data.settings import Run
 from data.shaping import cache_settings
 from data.tokens import TokenRow, row_hash, write_tokens
 from pipeline.encoder import Teacher, compilations
-from pipeline.target import Target, tap_layers
+from pipeline.target import Target, rope_turn, tap_layers
 from stages.extract import Machine, Part
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -77,6 +77,7 @@ class RandomPart(Part):
     target: Target
 
     def _shape(self) -> dict[str, Any]:
+        self.turn = rope_turn(self.target.config)
         self.layer_ids = tap_layers(self.run.extract.layers, self.target.layers)
         self.width = self.target.width
         extras = self.run.extract.extras

@@ -174,7 +174,7 @@ def test_the_log_shows_everything_that_training_measures(
     log, screen = work.log.read_text().splitlines(), capsys.readouterr().err.splitlines()
     lines = [line for line in log if "loss" in line]
     assert [line.split(" train base: ")[1].partition(" ")[0] for line in lines] == ["4/12", "12/12"], "first and last"
-    assert [line for line in screen if "loss" in line] == [f"train base | {line[21:]}" for line in lines]
+    assert [line for line in screen if "loss" in line] == [f"train base | {line[33:]}" for line in lines]
     assert re.search(
         r"; epoch \d+, loss \d\.\d{4}, slots \d+ \d+ \d+ % right, validation acceptance \d\.\d{3} at step 12, "
         r"[\d.]+ ms/step, [\d,]+ context tokens/s, [\d.e-]+ TFLOP/s, waiting for data: \d+ %$",

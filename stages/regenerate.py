@@ -19,6 +19,7 @@ from data.settings import Run, load_run
 from data.shaping import shaping
 
 if TYPE_CHECKING:
+    from data.accounting import Accounting
     from data.answers import AnswerLog, Reply
     from data.conversations import Rejected
     from pipeline.dialogue import Dialogue
@@ -190,9 +191,6 @@ class Regeneration:
     ) -> None:
         import hashlib
 
-        import pyarrow as pa
-
-        from data.accounting import Accounting
         from data.parts import count_tokens, digest_rows
         from data.tokens import token_table, write_tokens
         from pipeline.console import say
@@ -200,18 +198,7 @@ class Regeneration:
 
         table_path = self.manifest.with_suffix(".parquet")
         write_tokens(table_path, rows)
-        account = Accounting()
-        account.drop(row["reason"] for row in dropped)
-        names, held_out, sources, noted = zip(*notes, strict=True) if notes else ((), (), (), ())
-        columns = {
-            "row_id": pa.array(names, pa.string()),
-            "held_out": pa.array(held_out, pa.bool_()),
-            "source": pa.array(sources, pa.string()),
-            "notes": pa.array(noted, pa.list_(pa.string())),
-        }
-        account.keep_conversations(pa.table(columns))
-        asked = self.source["counts"]["kept"] * self.run.data.regenerate.answers
-        assert account.rows_in == asked, f"{asked} answers asked for, {account.rows_in} accounted for"
+        account = self.account(notes, dropped)
         table = token_table(rows)
         count_tokens(account, table)
         digest = hashlib.sha256()
@@ -236,6 +223,26 @@ class Regeneration:
             )
         for line in account.lines():
             say(f"{part_name(self.part)}: {line}")
+
+    def account(self, notes: list[tuple[str, bool, str, list[str]]], dropped: list[dict[str, str]]) -> Accounting:
+        """Where all answers that were asked for have come to."""
+        import pyarrow as pa
+
+        from data.accounting import Accounting
+
+        account = Accounting()
+        account.drop(row["reason"] for row in dropped)
+        names, held_out, sources, noted = zip(*notes, strict=True) if notes else ((), (), (), ())
+        columns = {
+            "row_id": pa.array(names, pa.string()),
+            "held_out": pa.array(held_out, pa.bool_()),
+            "source": pa.array(sources, pa.string()),
+            "notes": pa.array(noted, pa.list_(pa.string())),
+        }
+        account.keep_conversations(pa.table(columns))
+        asked = self.source["counts"]["kept"] * self.run.data.regenerate.answers
+        assert account.rows_in == asked, f"{asked} answers asked for, {account.rows_in} accounted for"
+        return account
 
 
 def asks(dialogue: Dialogue, failed: dict[str, Rejected]) -> bool:

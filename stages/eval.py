@@ -384,12 +384,7 @@ def serve(run: Run, request: Request, server: Server, benchmarks: Mapping[str, l
             for turn in range(talk.turns):
                 asked, groups = talk.ask(turn)
                 with Progress(len(asked), f"{benchmark}: turn {turn + 1} of {talk.turns}", unit="answers") as bar:
-
-                    def answered(bar: Progress = bar) -> None:
-                        work.check_stop()
-                        bar.advance()
-
-                    replies, took = client.run(asked, run.eval.max_new_tokens, plan, answered)
+                    replies, took = client.run(asked, run.eval.max_new_tokens, plan, work.check_stop, bar.advance)
                 seconds, tokens = seconds + took, tokens + sum(reply.tokens for reply in replies)
                 for group, reply in zip(groups, replies, strict=True):
                     talk.reply(group, reply.text)

@@ -5,6 +5,7 @@ import os
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -652,7 +653,8 @@ class TestServer:
         assert measured["acceptance"] == 2.5
         assert "2 ranks" in measured["source"]
 
-    def test_a_stop_ends_the_asking(self, server: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("late", [True, False])
+    def test_a_stop_ends_the_asking(self, server: Stub, monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
         monkeypatch.delenv(KEY, raising=False)
         client, prompts = (
             MeasuredServer(Server(url=server.url, concurrency=1)),
@@ -663,9 +665,33 @@ class TestServer:
         def stop() -> None:
             raise Stopped("at once")
 
+        ways = ((lambda: None), stop) if late else (stop, (lambda: None))
         with pytest.raises(Stopped):
-            client.run(prompts, 4, Sampling(), stop)
+            client.run(prompts, 4, Sampling(), *ways)
         assert len(server.shown) - begun < 20
+
+    def test_metrics_are_asked_for_with_patience_after_the_prompts(
+        self, server: Stub, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        client = MeasuredServer(Server(url=server.url))
+        client.run([Prompt("a", [1])], 4, Sampling(), lambda: None, lambda: None)
+        assert not client.stopping.is_set()
+
+    def test_a_signal_is_heard_while_the_server_says_nothing(
+        self, server: Stub, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        client, silent, looks = MeasuredServer(Server(url=server.url)), threading.Event(), iter(range(3))
+        monkeypatch.setattr(client, "complete", lambda *_: silent.wait(60))
+
+        def stop() -> None:
+            if next(looks) == 2:
+                raise Stopped("at once")
+
+        began = time.monotonic()
+        with pytest.raises(Stopped):
+            client.run([Prompt("a", [1])], 4, Sampling(), stop, lambda: None)
+        assert time.monotonic() - began < 10
+        silent.set()
 
     @pytest.mark.parametrize("option", ["--checkpoint", "--drafter-path", "--block-size"])
     def test_what_a_server_cannot_be_told_is_refused(

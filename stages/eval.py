@@ -129,8 +129,6 @@ def read_benchmarks(run: Run, request: Request) -> dict[str, list[BenchmarkPromp
     unknown = [name for name in request.benchmarks if name not in settings]
     if unknown:
         raise BadInput(f"no benchmark `{unknown[0]}` in this run; it has: {', '.join(settings)}")
-    if taken := sorted({"manifest", "state"} & settings.keys()):
-        raise BadInput(f"eval.benchmarks.{taken[0]}: `{taken[0]}.json` is a file of ours beside the results: rename it")
     names = [name for name in settings if not request.benchmarks or name in request.benchmarks]
     return {name: load_benchmark(name, settings[name], request.limit) for name in names}
 

@@ -220,15 +220,6 @@ def test_some_of_the_benchmarks_leave_the_numbers_of_all_alone(trained: Callable
     assert [result["benchmark"] for result in only["results"]] == ["more"]
 
 
-@pytest.mark.parametrize("name", ["manifest", "state"])
-def test_a_benchmark_named_like_a_file_of_ours_is_refused(
-    trained: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture, name: str
-) -> None:
-    file = trained(eval={"benchmarks": {name: {"path": str(tmp_path / "prompts.jsonl")}}})
-    assert exit_code(["eval", str(file)]) == 2
-    assert f"eval.benchmarks.{name}: " in capsys.readouterr().err
-
-
 def test_another_template_than_in_training_is_warned_of_with_both_values(
     trained: Callable[..., Path], capsys: pytest.CaptureFixture
 ) -> None:

@@ -433,6 +433,7 @@ class Trainer:
         try:
             for plan in mine:
                 if self.work.stop_requested():
+                    self.work.allow()  # it waits for the other ranks, which may hear of it only with their last row
                     return None
                 scorer.next_into(self.step.buffer)
                 self.step.score()

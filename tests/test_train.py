@@ -306,6 +306,19 @@ def test_the_best_of_interrupted_training_is_that_of_undisturbed(
     assert set(walks_and_scores(straight)[1]) == {4, 8}
 
 
+def test_a_rank_that_stops_within_a_validation_may_wait_for_the_others(
+    answered: tuple[Run, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as they score, which `train.stall_timeout` does not know of."""
+    work = Interrupted(1)
+    trainer = Trainer(renamed(answered[0], "waiting", max_steps=1), "base", work)
+    trainer.build()
+    bounds: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(work, "allow", lambda *bound: bounds.append(bound))
+    assert trainer._score() is None
+    assert bounds == [()]
+
+
 def test_a_validation_that_is_made_up_for_again_and_again_is_in_the_metrics_once(
     answered: tuple[Run, list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

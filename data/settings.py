@@ -451,6 +451,13 @@ class Eval(Section):
     seed: int = 0
     """Seed of sampling and of the bootstrap."""
 
+    @field_validator("benchmarks")
+    @classmethod
+    def _free_names(cls, benchmarks: dict[str, Benchmark]) -> dict[str, Benchmark]:
+        for name in sorted({"manifest", "state"} & benchmarks.keys()):
+            raise ValueError(f"`{name}.json` is a file of ours beside the results: give `{name}` another name")
+        return benchmarks
+
 
 class Jobs(Section):
     """How jobs run on machines. Nothing here shapes an artefact."""

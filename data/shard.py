@@ -135,7 +135,7 @@ class _Packed:
         self.file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 (`close` ends it)
 
     def put(self, values: np.ndarray, at: int) -> None:
-        if values.size:
+        if values.size and not self.file.closed:  # another thread may have given the shard up
             _write_at(self.file.fileno(), memoryview(values).cast("B"), at * self.state_bytes)
 
     def finish(self) -> None:

@@ -271,10 +271,12 @@ class CheckpointWriter:
         shutil.rmtree(path, ignore_errors=True)
         temporary.rename(path)
         fsync_folder(self.folder)
-        self._prune()
+        self._prune(step)
 
-    def _prune(self) -> None:
-        every = list_checkpoints(self.folder)
+    def _prune(self, step: int) -> None:
+        """Keep the newest and the best up to `step`. Later ones were passed over as damaged: they count for nothing,
+        and go when training has come past them."""
+        every = [info for info in list_checkpoints(self.folder) if info.step <= step]
         kept = {info.step for info in [*every[-self.keep_last :], *_by_acceptance(every)[-self.keep_best :]]}
         for info in every:
             if info.step not in kept:

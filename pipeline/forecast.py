@@ -35,8 +35,8 @@ SAVED = 3 * 4
 class Amounts:
     """Rows, and over all rows: tokens, states that are stored, anchors an epoch takes, supervised tokens.
 
-    `from_tokens` says that they were counted, else they are estimated; `longest` row in tokens; `most_states` and
-    `most_anchors` of one row.
+    `from_tokens` says that they were counted, else they are estimated; `longest` row in tokens; `most_states` of one
+    row. Of the rows that are not held out: `trained_states`, and `most_anchors` of one row.
     """
 
     rows: int
@@ -46,6 +46,7 @@ class Amounts:
     supervised: int
     longest: int
     from_tokens: bool
+    trained_states: int
     most_states: int = 0
     most_anchors: int = 0
 
@@ -111,7 +112,7 @@ def drafter_parameters(model: Model, drafter: Drafter) -> int:
 
 def batches_per_epoch(amounts: Amounts, train: Train) -> tuple[float, float, float]:
     """Batches of one epoch, and how full S and A are on average (rows packed without waste)."""
-    states, anchors = amounts.states / train.context_tokens, amounts.anchors / train.anchor_slots
+    states, anchors = amounts.trained_states / train.context_tokens, amounts.anchors / train.anchor_slots
     count = max(states, anchors, 1.0)
     return count, states / count, anchors / count
 

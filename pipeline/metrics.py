@@ -55,13 +55,14 @@ def told(line: Mapping[str, Any], walked: tuple[int, float] | None) -> str:
 class Metrics:
     """Appends lines to `path` and mirrors their scalars to the loggers, until the end of a `with`."""
 
-    def __init__(self, path: Path, loggers: Sequence[str], training: Training) -> None:
-        """What `path` holds after the step that training goes on from is dropped: it comes again."""
+    def __init__(self, path: Path, loggers: Sequence[str], training: Training, walks_again: bool = False) -> None:
+        """What `path` holds after the step that training goes on from is dropped: it comes again, and so does the
+        validation at that step when it `walks_again`."""
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self.loggers = open_loggers(loggers, training)
         if path.exists():
-            self._rewind(training.step)
+            self._rewind(training.step, walks_again)
         self.file = path.open("a", encoding="utf-8")
 
     def __enter__(self) -> Metrics:
@@ -72,17 +73,18 @@ class Metrics:
         for logger in self.loggers:
             logger.close(failed=kind is not None)
 
-    def _rewind(self, step: int) -> None:
+    def _rewind(self, step: int, walks_again: bool) -> None:
         kept = []
-        for line in self.path.read_text(encoding="utf-8").splitlines():
+        for line in filter(None, self.path.read_bytes().split(b"\n")):
             try:
                 body = json.loads(line)
-            except ValueError:
+                at, walked = body["step"], "validation" in body
+            except (ValueError, TypeError, KeyError):
                 say(f"{self.path}: a torn line is dropped")
                 continue
-            if body["step"] <= step:
-                kept.append(line + "\n")
-        write_bytes(self.path, "".join(kept).encode())
+            if at < step or (at == step and not (walked and walks_again)):
+                kept.append(line + b"\n")
+        write_bytes(self.path, b"".join(kept))
 
     def write(self, line: Mapping[str, Any]) -> None:
         self.file.write(json.dumps(line) + "\n")

@@ -183,7 +183,9 @@ def metrics_lines(path: Path) -> Iterator[Body]:
         return
     for line in path.read_bytes().split(b"\n"):
         with suppress(ValueError):
-            yield json.loads(line)
+            body = json.loads(line)
+            if isinstance(body, dict):
+                yield body
 
 
 def _evaluations(layout: Layout, name: str, missing: _Missing) -> Iterator[Body]:

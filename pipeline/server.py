@@ -14,9 +14,11 @@ import re
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from http.client import HTTPException
-from typing import Any, Protocol
+from itertools import islice
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol, TypeVar
 
 from data.errors import BadInput, Failure
 from data.settings import Server
@@ -28,6 +30,10 @@ FIRST_PAUSE = 0.5
 LONGEST_PAUSE = 60.0
 FIRST_TIMEOUT = 10.0
 """Seconds that the first request may take: nothing is computed for it, so a server that is slower is not there."""
+LISTEN = 0.5
+"""Seconds between two looks for a signal while the server says nothing."""
+
+Q, R = TypeVar("Q"), TypeVar("R")
 
 
 class Refused(Exception):
@@ -75,6 +81,49 @@ class Connection:
         if self.server.model is None:
             raise BadInput(why)
         return self.server.model
+
+    def replies(
+        self, questions: Iterable[Q], reply: Callable[[Q], R], check_stop: Callable[[], None]
+    ) -> Iterator[tuple[Q, R | Exception]]:
+        """Each question and its `reply`, or what that raised, in the order of their arrival; `concurrency` requests
+        are under way.
+
+        `check_stop` is called at least every `LISTEN` seconds and may raise. When it does, or this is closed early, no
+        other request is begun, and what is under way is let go.
+        """
+        self.stopping.clear()
+        waiting, under_way = iter(questions), 0
+        asked: SimpleQueue[Q | None] = SimpleQueue()
+        arrived: SimpleQueue[tuple[Q, R | Exception]] = SimpleQueue()
+
+        def serve() -> None:
+            while (question := asked.get()) is not None and not self.stopping.is_set():
+                try:
+                    arrived.put((question, reply(question)))
+                except Exception as error:  # for whoever reads the replies
+                    arrived.put((question, error))
+
+        for _ in range(self.server.concurrency):  # daemons: no process waits at its end for a server that says nothing
+            threading.Thread(target=serve, daemon=True).start()
+        try:
+            while True:
+                for question in islice(waiting, 2 * self.server.concurrency - under_way):
+                    asked.put(question)
+                    under_way += 1
+                if not under_way:
+                    return
+                check_stop()
+                try:
+                    yield arrived.get(timeout=LISTEN)
+                except Empty:
+                    continue
+                under_way -= 1
+        except BaseException:
+            self.stopping.set()
+            raise
+        finally:
+            for _ in range(self.server.concurrency):
+                asked.put(None)
 
     def completion(self, ids: Sequence[int], limit: int, plan: Sampled, **more: Any) -> dict[str, Any]:
         """What the server says to `ids`, continued by at most `limit` tokens; `more` joins the request.

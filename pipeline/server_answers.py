@@ -6,11 +6,9 @@ encoded, and counted as such: for some answers that gives other ids.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from itertools import islice
-from queue import Empty, SimpleQueue
 
 from data.answers import Reply
 from data.errors import Failure
@@ -19,8 +17,6 @@ from pipeline.server import Connection, Refused, token_ids
 
 REFUSALS_TO_STOP = 20
 """Failures in a row, without a success between, after which the server counts as broken."""
-LISTEN = 0.5
-"""Seconds between two looks for a signal while the server says nothing."""
 
 
 @dataclass(frozen=True)
@@ -54,48 +50,19 @@ class AnsweringServer(Connection):
     def answers(
         self, questions: Iterable[Question], check_stop: Callable[[], None]
     ) -> Iterator[tuple[str, Reply | str]]:
-        """Replies, or why there is none, in the order of their arrival; `concurrency` requests are under way.
+        """Replies, or why there is none, in the order of their arrival; `check_stop` is that of `replies`.
 
-        `check_stop` is called at least every `LISTEN` seconds and may raise: what is under way then is let go.
         Raises Failure when the server has stopped working.
         """
-        self.stopping.clear()
-        waiting, failures, under_way = iter(questions), 0, 0
-        asked: SimpleQueue[Question | None] = SimpleQueue()
-        replies: SimpleQueue[tuple[str, Reply | Exception]] = SimpleQueue()
-        for _ in range(self.server.concurrency):  # daemons: no process waits at its end for a server that says nothing
-            threading.Thread(target=self._serve, args=(asked, replies), daemon=True).start()
-        try:
-            while True:
-                for question in islice(waiting, 2 * self.server.concurrency - under_way):
-                    asked.put(question)
-                    under_way += 1
-                if not under_way:
-                    return
-                check_stop()
-                try:
-                    key, result = replies.get(timeout=LISTEN)
-                except Empty:
-                    continue
-                under_way -= 1
+        failures = 0
+        with closing(self.replies(questions, self.reply, check_stop)) as replies:
+            for question, result in replies:
                 if not isinstance(result, Reply | Refused | Failure):
                     raise result
                 failures = 0 if isinstance(result, Reply) else failures + 1
-                yield key, result if isinstance(result, Reply) else str(result)
+                yield question.key, result if isinstance(result, Reply) else str(result)
                 if failures >= REFUSALS_TO_STOP:
                     raise Failure(f"{self.base}: {failures} requests in a row failed, last: {result}; is it up?")
-        finally:
-            self.stopping.set()
-            for _ in range(self.server.concurrency):
-                asked.put(None)
-
-    def _serve(self, asked: SimpleQueue[Question | None], replies: SimpleQueue[tuple[str, Reply | Exception]]) -> None:
-        """One of the threads that ask, until there is nothing more to ask."""
-        while (question := asked.get()) is not None and not self.stopping.is_set():
-            try:
-                replies.put((question.key, self.reply(question)))
-            except Exception as error:  # raised again where replies are read
-                replies.put((question.key, error))
 
     def reply(self, question: Question) -> Reply:
         """One answer.

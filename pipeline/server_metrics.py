@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,21 +110,22 @@ class MeasuredServer(Connection):
         return Served(choice["text"], tokens)
 
     def run(
-        self, prompts: Sequence[Prompt], max_new_tokens: int, plan: Sampling, answered: Callable[[], None]
+        self,
+        prompts: Sequence[Prompt],
+        max_new_tokens: int,
+        plan: Sampling,
+        check_stop: Callable[[], None],
+        answered: Callable[[], None],
     ) -> tuple[list[Served], float]:
-        """All prompts, `concurrency` at once: replies in order, and wall seconds.
-
-        `answered` is called after each reply. When it raises, or a request fails, no other one is begun.
-        """
-        started = time.perf_counter()
-        with ThreadPoolExecutor(self.server.concurrency) as pool:
-            running = [pool.submit(self.complete, prompt, max_new_tokens, plan) for prompt in prompts]
-            try:
-                for future in as_completed(running):
-                    future.result()
-                    answered()
-            except BaseException:
-                self.stopping.set()
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-        return [future.result() for future in running], time.perf_counter() - started
+        """All prompts: replies in order, and wall seconds. `answered` is called after each reply, `check_stop` as
+        `replies` says; when one raises, or a request fails, no other one is begun."""
+        started, found = time.perf_counter(), {}
+        with closing(
+            self.replies(enumerate(prompts), lambda each: self.complete(each[1], max_new_tokens, plan), check_stop)
+        ) as replies:
+            for (number, _), reply in replies:
+                if isinstance(reply, Exception):
+                    raise reply
+                found[number] = reply
+                answered()
+        return [found[number] for number in range(len(prompts))], time.perf_counter() - started

@@ -213,7 +213,12 @@ class Trainer:
             if self.rank == 0:  # one writer: the others' would replace its file
                 # Before the compilers, which take minutes: a logger that is missing or locked out is told at once.
                 self.metrics = stack.enter_context(
-                    Metrics(self.layout.metrics(self.name), self.settings.loggers, self._training(start))
+                    Metrics(
+                        self.layout.metrics(self.name),
+                        self.settings.loggers,
+                        self._training(start),
+                        walks_again=self.unwalked is not None,
+                    )
                 )
             begun = time.monotonic()
             self.step.prepare(self.settings.batches_per_step // self.world)
@@ -428,6 +433,7 @@ class Trainer:
         try:
             for plan in mine:
                 if self.work.stop_requested():
+                    self.work.allow()  # it waits for the other ranks, which may hear of it only with their last row
                     return None
                 scorer.next_into(self.step.buffer)
                 self.step.score()

@@ -129,8 +129,6 @@ def read_benchmarks(run: Run, request: Request) -> dict[str, list[BenchmarkPromp
     unknown = [name for name in request.benchmarks if name not in settings]
     if unknown:
         raise BadInput(f"no benchmark `{unknown[0]}` in this run; it has: {', '.join(settings)}")
-    if taken := sorted({"manifest", "state"} & settings.keys()):
-        raise BadInput(f"eval.benchmarks.{taken[0]}: `{taken[0]}.json` is a file of ours beside the results: rename it")
     names = [name for name in settings if not request.benchmarks or name in request.benchmarks]
     return {name: load_benchmark(name, settings[name], request.limit) for name in names}
 
@@ -384,12 +382,7 @@ def serve(run: Run, request: Request, server: Server, benchmarks: Mapping[str, l
             for turn in range(talk.turns):
                 asked, groups = talk.ask(turn)
                 with Progress(len(asked), f"{benchmark}: turn {turn + 1} of {talk.turns}", unit="answers") as bar:
-
-                    def answered(bar: Progress = bar) -> None:
-                        work.check_stop()
-                        bar.advance()
-
-                    replies, took = client.run(asked, run.eval.max_new_tokens, plan, answered)
+                    replies, took = client.run(asked, run.eval.max_new_tokens, plan, work.check_stop, bar.advance)
                 seconds, tokens = seconds + took, tokens + sum(reply.tokens for reply in replies)
                 for group, reply in zip(groups, replies, strict=True):
                     talk.reply(group, reply.text)

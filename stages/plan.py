@@ -84,13 +84,14 @@ def amounts_of(run: Run) -> Amounts:
         for path in parts:
             read_manifest(path, "tokens")
         tables = (read_tokens(path.with_suffix(".parquet")) for path in parts)
-        return count(run, ((row.supervised, 1.0) for table in tables for row in table), from_tokens=True)
+        rows = ((row.supervised, 1.0, float(not row.validation)) for table in tables for row in table)
+        return count(run, rows, from_tokens=True)
     return count(run, guessed_rows(run), from_tokens=False)
 
 
-def guessed_rows(run: Run) -> Iterator[tuple[Any, float]]:
-    """Masks of token rows from the first rows of each source, and how many rows of the whole each stands for. Rows that
-    prepare will drop stand for their like."""
+def guessed_rows(run: Run) -> Iterator[tuple[Any, float, float]]:
+    """Masks of token rows from the first rows of each source, how many rows of the whole each stands for, and which
+    share of them is not held out. Rows that prepare will drop stand for their like."""
     from data.conversations import Rejected
     from data.sources import chunks, decode
     from pipeline.workers import start
@@ -114,7 +115,9 @@ def guessed_rows(run: Run) -> Iterator[tuple[Any, float]]:
             masks = [answered(row, preparer)] if regenerated else [piece.supervised for piece in row.pieces]
             sample += [(mask, at) for mask in masks]
     answers = run.data.regenerate.answers if run.data.responses == "regenerate" else 1
-    return ((mask, answers * total[at] / looked[at]) for mask, at in sample)
+    share = 0.0 if isinstance(held_out, tuple) else held_out
+    trained = [1.0 - share if at < len(run.data.train) else 0.0 for at in range(len(sources))]
+    return ((mask, answers * total[at] / looked[at], trained[at]) for mask, at in sample)
 
 
 def answered(row: Kept, preparer: Preparer) -> Any:
@@ -131,30 +134,38 @@ def answered(row: Kept, preparer: Preparer) -> Any:
     return np.concatenate(turns)[: preparer.settings.max_length]
 
 
-def count(run: Run, rows: Iterator[tuple[Any, float]], from_tokens: bool) -> Amounts:
-    """Sums over `rows` of (supervised mask, how many rows it stands for)."""
+def count(run: Run, rows: Iterator[tuple[Any, float, float]], from_tokens: bool) -> Amounts:
+    """Sums over `rows` of (supervised mask, how many rows it stands for, which share of them is not held out)."""
     from data.anchors import eligible
     from data.errors import BadInput
     from pipeline.forecast import Amounts
 
-    seen = tokens = states = anchors = supervised = 0.0
+    seen = tokens = states = anchors = supervised = trained_states = 0.0
     longest = most_states = most_anchors = 0
     most = max(run.train_of(name).anchors_per_row for name in run.drafters)
-    for mask, weight in rows:
+    for mask, weight, trained in rows:
         found = eligible(mask)
         end = int(found[-1]) if len(found) else 0
         seen += weight
         tokens += weight * len(mask)
         supervised += weight * int(mask.sum())
         states += weight * end
-        anchors += weight * min(most, len(found))
+        trained_states += weight * trained * end
+        anchors += weight * trained * min(most, len(found))
         longest = max(longest, len(mask))
         most_states = max(most_states, end)
-        most_anchors = max(most_anchors, len(found))
+        most_anchors = max(most_anchors, len(found) if trained else 0)
     if not seen:
         raise BadInput("data.train: no usable row to plan with; run `draftmill prepare` to see why")
     sums = map(round, (seen, tokens, states, anchors, supervised))
-    return Amounts(*sums, longest=longest, from_tokens=from_tokens, most_states=most_states, most_anchors=most_anchors)
+    return Amounts(
+        *sums,
+        longest=longest,
+        from_tokens=from_tokens,
+        trained_states=round(trained_states),
+        most_states=most_states,
+        most_anchors=most_anchors,
+    )
 
 
 def lines(run: Run, model: Model, amounts: Amounts, gpu_memory: list[int]) -> Iterator[str]:

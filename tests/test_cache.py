@@ -530,6 +530,20 @@ class TestWriting:
             writer.put(0, encoded(codec, rows[0]))
         assert not writer.temporary.exists()
 
+    @pytest.mark.parametrize("compressor", ["none", "zstd"])
+    def test_of_threads_that_meet_a_full_disk_none_hides_it_behind_another_error(self, run, monkeypatch, compressor):
+        codec, rows, writer = self.writer(run, compressor=compressor)
+
+        def full(*_):
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", full)
+            with pytest.raises(Failure, match="disk is full"):
+                writer.put(0, encoded(codec, rows[0]))
+        writer.put(1, encoded(codec, rows[1]))
+        assert not writer.temporary.exists()
+
     def test_rows_without_any_state(self, run):
         row = ShardRow("a", np.arange(3, dtype=np.int32), np.zeros(3, bool), False, 0)
         codec, _, writer = self.writer(run, rows=[row])

@@ -5,6 +5,7 @@ import os
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -217,15 +218,6 @@ def test_some_of_the_benchmarks_leave_the_numbers_of_all_alone(trained: Callable
     assert (folder / "base" / "manifest.json").read_bytes() == before
     only = read_manifest(folder / "base+only-more" / "manifest.json", "eval")
     assert [result["benchmark"] for result in only["results"]] == ["more"]
-
-
-@pytest.mark.parametrize("name", ["manifest", "state"])
-def test_a_benchmark_named_like_a_file_of_ours_is_refused(
-    trained: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture, name: str
-) -> None:
-    file = trained(eval={"benchmarks": {name: {"path": str(tmp_path / "prompts.jsonl")}}})
-    assert exit_code(["eval", str(file)]) == 2
-    assert f"eval.benchmarks.{name}: " in capsys.readouterr().err
 
 
 def test_another_template_than_in_training_is_warned_of_with_both_values(
@@ -652,7 +644,8 @@ class TestServer:
         assert measured["acceptance"] == 2.5
         assert "2 ranks" in measured["source"]
 
-    def test_a_stop_ends_the_asking(self, server: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("late", [True, False])
+    def test_a_stop_ends_the_asking(self, server: Stub, monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
         monkeypatch.delenv(KEY, raising=False)
         client, prompts = (
             MeasuredServer(Server(url=server.url, concurrency=1)),
@@ -663,9 +656,33 @@ class TestServer:
         def stop() -> None:
             raise Stopped("at once")
 
+        ways = ((lambda: None), stop) if late else (stop, (lambda: None))
         with pytest.raises(Stopped):
-            client.run(prompts, 4, Sampling(), stop)
+            client.run(prompts, 4, Sampling(), *ways)
         assert len(server.shown) - begun < 20
+
+    def test_metrics_are_asked_for_with_patience_after_the_prompts(
+        self, server: Stub, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        client = MeasuredServer(Server(url=server.url))
+        client.run([Prompt("a", [1])], 4, Sampling(), lambda: None, lambda: None)
+        assert not client.stopping.is_set()
+
+    def test_a_signal_is_heard_while_the_server_says_nothing(
+        self, server: Stub, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        client, silent, looks = MeasuredServer(Server(url=server.url)), threading.Event(), iter(range(3))
+        monkeypatch.setattr(client, "complete", lambda *_: silent.wait(60))
+
+        def stop() -> None:
+            if next(looks) == 2:
+                raise Stopped("at once")
+
+        began = time.monotonic()
+        with pytest.raises(Stopped):
+            client.run([Prompt("a", [1])], 4, Sampling(), stop, lambda: None)
+        assert time.monotonic() - began < 10
+        silent.set()
 
     @pytest.mark.parametrize("option", ["--checkpoint", "--drafter-path", "--block-size"])
     def test_what_a_server_cannot_be_told_is_refused(

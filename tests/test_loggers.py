@@ -139,9 +139,12 @@ def test_tensorboard_shows_each_step_of_an_interrupted_training_once(tmp_path: P
     assert [event.step for event in found.Scalars("loss")] == [1, 1, 2]
 
 
-def test_lines_of_steps_that_come_again_are_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("torn", [b'{"step": 3, "lo\n', b'{"step": 1, "lo\xff\xfe\n', b"3\n", b"{}\n"])
+def test_lines_of_steps_that_come_again_are_dropped(
+    tmp_path: Path, torn: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in LINES) + '{"step": 3, "lo\n')
+    path.write_bytes("".join(json.dumps(line) + "\n" for line in LINES).encode() + torn)
     with Metrics(path, [], training(tmp_path, 1)) as metrics:
         metrics.write({"step": 2, "loss": 9.0})
     assert [json.loads(line)["loss"] for line in path.read_text().splitlines()] == [2.0, 9.0]

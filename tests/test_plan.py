@@ -111,6 +111,15 @@ def test_a_forecast_from_rows_is_what_prepare_makes_of_them(tmp_path: Path, tiny
     assert cli.exit_code(["prepare", str(tmp_path / "run.yaml")]) == 0
     assert dataclasses.replace(guess, from_tokens=True) == amounts_of(run)
     assert guess.rows == 200
+    data = {**body["data"], "validation": 0.0}
+    (tmp_path / "run.yaml").write_text(json.dumps({**body, "name": "all", "data": data}))
+    alone = amounts_of(load_run(tmp_path / "run.yaml"))
+    assert alone.rows == 100
+    names = ("trained_states", "anchors", "most_anchors")
+    assert [getattr(guess, name) for name in names] == [getattr(alone, name) for name in names], "no batch has others"
+    assert guess.trained_states == alone.states < guess.states
+    (tmp_path / "run.yaml").write_text(json.dumps({**body, "name": "half", "data": {**data, "validation": 0.5}}))
+    assert amounts_of(load_run(tmp_path / "run.yaml")).trained_states == alone.states // 2
 
 
 def test_every_question_that_is_asked_is_forecast(tmp_path: Path, make_run: Callable[..., Run]) -> None:
@@ -140,6 +149,6 @@ def test_sizes_of_the_published_recipe(tmp_path: Path) -> None:
     assert drafter_parameters(model, run.drafters["base"]) == pytest.approx(1.05e9, rel=0.01)
     from pipeline.forecast import Amounts
 
-    amounts = Amounts(1000, 1_000_000, 990_000, 300_000, 700_000, 2048, True)
+    amounts = Amounts(1000, 1_000_000, 990_000, 300_000, 700_000, 2048, True, 980_000)
     assert cache_bytes(amounts, model, "fp8", run) == pytest.approx(20_500 * 990_000, rel=0.01)
     assert any("NOT enough" in line or "enough" in line for line in lines(run, model, amounts, []))

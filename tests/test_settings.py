@@ -89,6 +89,8 @@ REFUSED = [
     ("name", "", "`name`"),
     ("eval.benchmarks", {"b": {}}, "give exactly one of `path`, `preset` and `hub`"),
     ("eval.benchmarks", {"../b": {"path": "x"}}, "eval.benchmarks"),
+    ("eval.benchmarks", {"state": {"path": "x"}}, "`eval.benchmarks`: `state.json` is a file of ours beside the resu"),
+    ("eval.benchmarks", {"manifest": {"path": "x"}}, "is a file of ours beside the results: give `manifest` another"),
     ("drafters", {"a/b": {}}, "a name: letters, digits, `.`, `_` and `-`"),
     ("drafters", ["base"], "`drafters`: needs a mapping"),
     ("target", "tiny:3", "`target`: needs a mapping, `key: value` lines below it (got 'tiny:3')"),

@@ -306,6 +306,39 @@ def test_the_best_of_interrupted_training_is_that_of_undisturbed(
     assert set(walks_and_scores(straight)[1]) == {4, 8}
 
 
+def test_a_rank_that_stops_within_a_validation_may_wait_for_the_others(
+    answered: tuple[Run, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as they score, which `train.stall_timeout` does not know of."""
+    work = Interrupted(1)
+    trainer = Trainer(renamed(answered[0], "waiting", max_steps=1), "base", work)
+    trainer.build()
+    bounds: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(work, "allow", lambda *bound: bounds.append(bound))
+    assert trainer._score() is None
+    assert bounds == [()]
+
+
+def test_a_validation_that_is_made_up_for_again_and_again_is_in_the_metrics_once(
+    answered: tuple[Run, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"max_steps": 4, "checkpoint_every": 4, "validate_every": 2, "context_tokens": 128, "anchor_slots": 64}
+    run = renamed(answered[0], "made-up-for", **changes)
+    with pytest.raises(Stopped):
+        train(run, StoppingJob(2))
+
+    def killed(*_: Any) -> None:
+        raise RuntimeError("killed")
+
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(Trainer, "_loop", killed)
+            with pytest.raises(RuntimeError, match="killed"):
+                train(run)
+    train(run)
+    assert [line["step"] for line in metrics_of(run) if "validation" in line] == [2, 4]
+
+
 def walks_and_scores(run: Run) -> list[dict[int, float]]:
     """Acceptance by step: of all validations, and of the checkpoints that have one."""
     walks = {line["step"]: line["validation"]["acceptance"] for line in metrics_of(run) if "validation" in line}
@@ -432,7 +465,7 @@ def test_of_equally_good_checkpoints_the_newest_is_the_best_whichever_are_kept(s
     folder = Layout.of(run).checkpoints("base")
     for info, acceptance in zip(list_checkpoints(folder), (2.0, 2.0, 1.0), strict=True):
         record_validation(info, {"acceptance": acceptance})
-    CheckpointWriter(folder, keep_last, keep_best=1)._prune()
+    CheckpointWriter(folder, keep_last, keep_best=1)._prune(3)
     assert choose(folder, "best")[0].step == 2
 
 
@@ -447,6 +480,24 @@ def test_a_torn_checkpoint_is_passed_over(successor: Run, capsys: pytest.Capture
     change_a_byte(weights)
     found = train(torn)
     assert f"{weights} has another crc32c than its meta.json says: passed over" in capsys.readouterr().err
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_what_is_saved_after_a_damaged_checkpoint_was_passed_over_is_kept(successor: Run) -> None:
+    changes = {"max_steps": 12, "checkpoint_every": 4, "keep_last": 1}
+    expected = train(renamed(successor, "sane", **changes))
+    run, folder = renamed(successor, "passed-over", **changes), Layout.of(renamed(successor, "passed-over"))
+    with pytest.raises(RuntimeError):
+        train(run, StoppingJob(6, die=True))
+    shutil.copytree(folder.checkpoints("base") / "step-000004", folder.folder / "kept")
+    with pytest.raises(RuntimeError):
+        train(run, StoppingJob(6, die=True))
+    change_a_byte(folder.checkpoints("base") / "step-000008" / "drafter.safetensors")
+    shutil.copytree(folder.folder / "kept", folder.checkpoints("base") / "step-000004")
+    with pytest.raises(Stopped):
+        train(run, StoppingJob(2))
+    assert [info.step for info in list_checkpoints(folder.checkpoints("base"))] == [6, 8]
+    found = train(run)
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 

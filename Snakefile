@@ -78,8 +78,9 @@ def needs(*paths):
             os.environ[SINCE] = str(since())
         # A touched file of any size is compared by content before anything runs again.
         workflow.dag.max_checksum_file_size = 1 << 50
-        # Without a limit Snakemake does not count GPUs at all. A cluster counts its own.
-        if workflow.local_exec and "gpu" not in workflow.global_resources:
+        # Without a limit Snakemake does not count GPUs at all. A cluster counts its own, and a dry run for one, which
+        # is local to Snakemake, would say `gpu=0` of every job on a login node.
+        if workflow.local_exec and not workflow.dryrun and "gpu" not in workflow.global_resources:
             workflow.register_resource("gpu", GPUS)
         return [path(wildcards) if callable(path) else path for path in paths]
 

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from data.errors import BadInput, Failure
-from data.manifest import crc32c, file_record, fsync_folder, read_json, understood, write_json
+from data.manifest import crc32c, file_record, fingerprint, fsync_folder, read_json, understood, write_json
 from pipeline.console import say
 from pipeline.drafter import Drafter, DrafterConfig
 from pipeline.tensor_file import save_tensors
@@ -46,6 +46,11 @@ class CheckpointInfo:
         """Acceptance length of its validation walk; None when it was saved without one."""
         validation = self.meta.get("validation")
         return None if validation is None else validation["acceptance"]
+
+    @property
+    def weights(self) -> str:
+        """What identifies its weights: trainings of equal settings may differ in theirs."""
+        return fingerprint(_record(self.meta, WEIGHTS))
 
 
 def list_checkpoints(folder: Path) -> list[CheckpointInfo]:

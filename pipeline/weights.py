@@ -64,7 +64,7 @@ def target_record(run: Run) -> dict[str, Any]:
     if folder.parent.name == "snapshots":
         return {"source": run.target.model, "weights": folder.name}
     memo = Layout.of(run).targets / "checksums.json"
-    return {"source": "folder", "weights": _remembered(memo, model_files(folder), lambda: _checksums(folder))}
+    return {"source": "folder", "weights": _remembered(memo, model_files(folder), lambda: checksums(folder))}
 
 
 def _tiny(targets: Path, kind: str, seed: str) -> Path:
@@ -77,7 +77,7 @@ def _tiny(targets: Path, kind: str, seed: str) -> Path:
 
         with quiet():
             make_tiny(folder, int(seed), successor=kind == "tiny-successor")
-        return {"source": f"{kind}:{seed}", "weights": _checksums(folder)}
+        return {"source": f"{kind}:{seed}", "weights": checksums(folder)}
 
     return _once(targets / f"{kind}-{seed}", make)
 
@@ -251,7 +251,8 @@ def _remembered(memo: Path, files: list[Path], compute: Callable[[], str]) -> st
     return known[key]
 
 
-def _checksums(folder: Path) -> str:
+def checksums(folder: Path) -> str:
+    """What identifies the model in `folder`: its weights and config.json, byte for byte."""
     return fingerprint([[file.name, file.stat().st_size, crc32c(file)] for file in model_files(folder)])
 
 

@@ -137,11 +137,13 @@ def planned(run: Run, request: Request) -> Iterator[Plan]:
     """What is to be measured. Checkpoints that are not there or damaged, and blocks that are longer than they were
     trained, are refused here: before the device is taken, the target loaded or anything written."""
     from pipeline.checkpoint import WEIGHTS, choose, load_config, require_sound
+    from pipeline.weights import checksums
 
     if request.drafter_path is not None:
         theirs = someones(run, request.drafter_path)
         check_block(request, theirs.config)
-        yield Plan(path_name(request.drafter_path) + request.suffix, (theirs,), {"path": request.drafter_path}, None)
+        inputs = {"path": request.drafter_path, "weights": checksums(theirs.path)}
+        yield Plan(path_name(request.drafter_path) + request.suffix, (theirs,), inputs, None)
         return
     layout = Layout.of(run)
     for drafter in request.drafters:
@@ -156,7 +158,7 @@ def planned(run: Run, request: Request) -> Iterator[Plan]:
         yield Plan(
             drafter + request.suffix,
             candidates,
-            {"drafter": trained["fingerprint"], "checkpoints": ",".join(candidate.name for candidate in candidates)},
+            {"drafter": trained["fingerprint"], **{info.path.name: info.weights for info in chosen}},
             trained,
             {info.path.name: info.meta.get("validation") for info in chosen},
         )
@@ -168,7 +170,7 @@ def someones(run: Run, path: str) -> Candidate:
     from pipeline.target import load_config
 
     checkpoint = open_checkpoint(path, load_config(run).num_hidden_layers)
-    return Candidate("", Path(path), checkpoint.config, checkpoint)
+    return Candidate("", checkpoint.path, checkpoint.config, checkpoint)
 
 
 def check_block(request: Request, config: DrafterConfig) -> None:
@@ -203,8 +205,8 @@ def evaluate(
     if most is not None and evaluation.capacity > most:
         say(f"warning: prompts and answers may reach {evaluation.capacity} tokens, the target was made for {most}")
     for plan in plans:
-        folder = Folder(run, plan, request, benchmarks)
-        warnings = folder.differences(facts)
+        folder = Folder(run, plan, request, benchmarks, facts)
+        warnings = folder.warnings()
         for text in warnings:
             say(f"warning: {text}")
         for candidate in plan.checkpoints:
@@ -249,9 +251,14 @@ class Folder:
     """`eval/<name>`: one file a benchmark and checkpoint, and the manifest."""
 
     def __init__(
-        self, run: Run, plan: Plan, request: Request, benchmarks: Mapping[str, Sequence[BenchmarkPrompt]]
+        self,
+        run: Run,
+        plan: Plan,
+        request: Request,
+        benchmarks: Mapping[str, Sequence[BenchmarkPrompt]],
+        facts: Mapping[str, Any],
     ) -> None:
-        self.plan, self.benchmarks = plan, benchmarks
+        self.plan, self.benchmarks, self.facts = plan, benchmarks, facts
         layout = Layout.of(run)
         self.path, self.manifest = layout.eval(plan.name), layout.eval_manifest(plan.name)
         prompts = {
@@ -259,7 +266,8 @@ class Folder:
             for name, prompts in benchmarks.items()
         }
         self.settings = shaping(run, "eval", plan.name)
-        self.identity = fingerprint([self.settings, dict(plan.inputs), request.block_size, request.limit, prompts])
+        asked = [request.block_size, request.limit, prompts]
+        self.identity = fingerprint([self.settings, dict(plan.inputs), dict(facts), *asked])
         self.state = State(self.path / "state.json")
         self.resumed = self.state.recover(self.manifest) or self.state.read().get("status") == "running"
         self.state.running(fingerprint=self.identity)
@@ -278,13 +286,12 @@ class Folder:
     def write(self, body: dict[str, Any]) -> None:
         write_json(self.file(body["benchmark"], body["checkpoint"]), {**body, "fingerprint": self.identity})
 
-    def differences(self, facts: Mapping[str, Any]) -> list[str]:
+    def warnings(self) -> list[str]:
+        """How target and template differ from those that the drafter was trained with."""
         from pipeline.evaluation import differences
 
         trained = self.plan.trained or {}
-        return [
-            text for name in ("target", "template") for text in differences(trained.get(name) or {}, facts[name], name)
-        ]
+        return [text for name, fact in self.facts.items() for text in differences(trained.get(name) or {}, fact, name)]
 
     def publish(self) -> None:
         """The manifest: every file, and the numbers that tables are made of."""

@@ -52,12 +52,13 @@ def survey(run: Run, run_file: str) -> dict[str, Any]:
     needs = needed(found)
     jobs = [job for job in statuses(run) if job["status"] != "done"]
     unfinished = next((name for name in found if has_work(found[name], needs[name])), None)
+    stale = any(each.why for each in found.get(unfinished or "", ()))
     return {
         "run": run.name,
         "folder": str(run.folder),
         "stages": {name: _count(made, needs[name]) for name, made in found.items()},
         "jobs": jobs,
-        "next": _next(run, run_file, unfinished, jobs),
+        "next": _next(run, run_file, unfinished, stale, jobs),
     }
 
 
@@ -67,12 +68,16 @@ def _count(made: list[Artefact], needs: bool) -> dict[str, Any]:
     return {"done": done, "total": len(made), "stale": len(why), "why": next(iter(why), None), "needed": needs}
 
 
-def _next(run: Run, run_file: str, unfinished: str | None, jobs: list[dict[str, Any]]) -> str:
+def _next(run: Run, run_file: str, unfinished: str | None, stale: bool, jobs: list[dict[str, Any]]) -> str:
+    """The command to run next. Snakemake times each job that it runs: what has no time there, it knows nothing of."""
     if any(job["status"] in LIVE for job in jobs):
         return "wait: jobs are at work"
     if unfinished is None:
         return f"nothing: read {Layout.of(run).report}"
-    return f"snakemake --cores all --configfile {run_file}    (or by hand: draftmill {unfinished} {run_file})"
+    by_hand = f"draftmill {unfinished} {run_file}"
+    if stale and not any(Layout.of(run).benchmarks.glob(f"{unfinished}*")):
+        return f"{by_hand}    (it was made by hand, and Snakemake does not see what changed since)"
+    return f"snakemake --cores all --configfile {run_file}    (or by hand: {by_hand})"
 
 
 def _lines(state: dict[str, Any]) -> Iterator[str]:

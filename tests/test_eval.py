@@ -3,6 +3,7 @@ import gzip
 import json
 import os
 import re
+import shutil
 import socket
 import threading
 import time
@@ -248,6 +249,41 @@ def test_somebody_elses_drafter_stands_in_the_same_table(trained: Callable[..., 
     assert theirs["validation"] is None
     assert theirs["past_trained_length"] is None
     assert theirs["pooled"] == ours["pooled"]
+
+
+@pytest.mark.parametrize("changed", ["theirs", "ours", "target", "nothing"])
+def test_what_was_measured_of_other_weights_at_the_same_place_is_not_gone_on_with(
+    trained: Callable[..., Path], tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str
+) -> None:
+    talk = {"path": str(tmp_path / "prompts.jsonl")}
+    target = tmp_path / "target"
+    file = trained(eval={"benchmarks": {"first": talk, "second": talk}})
+    shutil.copytree(Layout.of(load_run(file)).targets / "tiny-2", target)
+    (target / "source.json").unlink()
+    run = yaml.safe_load(file.read_text())
+    file.write_text(yaml.safe_dump(run | {"target": run["target"] | {"model": str(target)}}))
+    command = ["eval", str(file)]
+    command += [] if changed == "ours" else ["--drafter-path", union(tmp_path / "theirs", tiny_drafter())]
+    measured: list[str] = []
+    measure = Evaluation.measure
+
+    def stop_at_the_second(self: Evaluation, subject: Any, benchmark: str) -> dict[str, Any]:
+        measured.append(benchmark)
+        if measured == ["first", "second"]:
+            raise Stopped("here")
+        return measure(self, subject, benchmark)
+
+    monkeypatch.setattr(Evaluation, "measure", stop_at_the_second)
+    assert exit_code(command) == 75
+    if changed == "theirs":
+        union(tmp_path / "theirs", tiny_drafter(seed=1))
+    if changed == "ours":
+        shutil.rmtree(Layout.of(load_run(file)).checkpoints("base"))
+        leave_training(load_run(file), tiny_drafter(seed=1), tiny_target)
+    if changed == "target":
+        change_a_byte(target / "model.safetensors")
+    assert exit_code(command) == 0
+    assert measured == ["first", "second", *(["second"] if changed == "nothing" else ["first", "second"])]
 
 
 def test_the_reference_table_is_made_of_records_though_the_cache_is_gone(trained: Callable[..., Path]) -> None:

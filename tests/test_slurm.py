@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -66,6 +67,8 @@ def submissions(flow: Flow) -> dict[str, str]:
 
 def test_jobs_go_through_sbatch_with_what_the_run_file_asks(cluster: Flow) -> None:
     """One part, then one drafter on two machines: one SLURM job, with one torchrun a machine."""
+    planned = run(cluster, "runs/x/drafters/base/train.json", "--dry-run").output
+    assert re.findall(r" gpu=(\d+)", planned) == ["1", "4"], "what will be asked for, not what this machine has"
     result = run(cluster, "runs/x/drafters/base/train.json")
     assert result.code == 0, result.output
     asked = submissions(cluster)

@@ -22,6 +22,8 @@ from pipeline.windows import Work
 
 LOGIT_ROWS = 1024
 """States whose logits exist at once."""
+KERNELS = 64
+"""Kernels that one function of the target may be compiled into."""
 CHUNK = 4096
 """States that compiled code encodes at once. One fixed shape: compilers handle a varying one badly or not at all."""
 
@@ -63,8 +65,9 @@ class Encoder:
         self.head: TargetHead | None = target.head().to(target.device, target.dtype) if teacher.top_k else None
         self.encode, self.chunk = self._encode, 0
         self._plain: list[tuple[nn.Module, str, Any]] = []
+        self._limit = torch._dynamo.config.recompile_limit
         if compiled:
-            torch._dynamo.config.recompile_limit = 64
+            torch._dynamo.config.recompile_limit = KERNELS
             for layer in self.taps.layers:
                 name = "_old_forward" if hasattr(layer, "_old_forward") else "forward"  # inside a device map's wrapper
                 self._plain.append((layer, name, layer.__dict__.get(name)))
@@ -73,7 +76,8 @@ class Encoder:
             self._warm_up()
 
     def close(self) -> None:
-        """Leave the target as it was."""
+        """Leave the target, and torch's limit for all that is compiled, as they were."""
+        torch._dynamo.config.recompile_limit = self._limit
         self.taps.close()
         for layer, name, before in self._plain:
             delattr(layer, name)

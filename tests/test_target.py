@@ -118,7 +118,7 @@ def test_a_device_map_changes_no_state_logit_or_head(name: str) -> None:
 
 def test_a_device_map_costs_no_compilation_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    counts = []
+    counts, limit = [], torch._dynamo.config.recompile_limit
     for target in (family("llama"), spread(family("llama"))):
         torch._dynamo.reset()
         ids, kept, before = torch.randint(3, 128, (4, 48)), torch.arange(4 * 48), compilations()
@@ -126,6 +126,7 @@ def test_a_device_map_costs_no_compilation_a_layer(monkeypatch: pytest.MonkeyPat
         states = encoder(ids, kept, kept[:0])["hidden"]
         counts.append(compilations() - before)
         encoder.close()
+        assert torch._dynamo.config.recompile_limit == limit
         torch.testing.assert_close(states, target.tap(ids, (0, 1, 3)).flatten(0, 1))
     assert counts[0] == counts[1] == 3
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from data.errors import BadInput
 from data.manifest import crc32c, file_record, fingerprint, publish, read_json, read_manifest, understood
+from pipeline.checkpoint import FILES as TRAINED
 from pipeline.drafter import Drafter, DrafterConfig
 from pipeline.float8 import QUANTIZATION, SCALE, quantise, widen
 from pipeline.interchange_config import LAYER, Form, TargetInfo, write_config
@@ -116,6 +117,8 @@ def open_checkpoint(folder_or_hub_id: str | Path, num_target_layers: int | None 
 
 
 def _open(folder: Path, num_target_layers: int | None) -> Checkpoint:
+    if all((folder / name).exists() for name in TRAINED):
+        raise BadInput(f"{folder} is a checkpoint of our own training: give what `draftmill export` makes of it")
     raw = read_json(folder / CONFIG, "a DFlash checkpoint has a config.json beside its weights")
     where = str(folder / CONFIG)
     manifest = read_manifest(folder / MANIFEST, "export") if (folder / MANIFEST).exists() else None

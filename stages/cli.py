@@ -6,6 +6,7 @@ signal with everything saved. Errors are one line, `error: ...`, on stderr.
 
 from __future__ import annotations
 
+import difflib
 import errno
 import importlib
 import os
@@ -50,6 +51,13 @@ class Verbs(click.Group):
         if cmd_name not in COMMANDS:
             return None
         return importlib.import_module(f"stages.{'import_' if cmd_name == 'import' else cmd_name}").command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in COMMANDS and (near := difflib.get_close_matches(args[0], COMMANDS, n=1)):
+            ctx.fail(f"No such command '{args[0]}'; did you mean `{near[0]}`?")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -125,7 +125,8 @@ def test_an_unexpected_error_shows_where(monkeypatch: pytest.MonkeyPatch, capsys
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["trian", "x.yaml"], "No such command 'trian'"),
+        (["trian", "x.yaml"], "No such command 'trian'; did you mean `train`?"),
+        (["launch", "x.yaml"], "No such command 'launch'"),
         (["train"], "Missing argument 'RUN_FILE'"),
         (["train", "x.yaml", "--speed"], "No such option"),
         (["extract", "x.yaml", "--part", "-1"], "Invalid value for '--part'"),

@@ -93,6 +93,12 @@ def call(command: Any, *arguments: object) -> Result:
     return CliRunner().invoke(command, [str(argument) for argument in arguments], catch_exceptions=True)
 
 
+def test_a_checkpoint_of_a_training_is_no_export(trained: Trained) -> None:
+    checkpoint = next(Layout.of(trained[1]).checkpoints("base").glob("step-*"))
+    with pytest.raises(BadInput, match="a checkpoint of our own training: give what `draftmill export` makes of it"):
+        open_checkpoint(checkpoint)
+
+
 def test_the_best_checkpoint_is_written_with_card_and_provenance(trained: Trained) -> None:
     path, run = trained
     assert call(export.command, path).exception is None
